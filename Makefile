@@ -1,0 +1,48 @@
+# Targets: env demo env-test test test-slow lint clean.  `make demo` on a fresh clone installs the base only.
+
+SHELL := /bin/bash
+PY := .venv/bin/python
+BASE_STAMP := .venv/.stamp-base
+TEST_STAMP := .venv/.stamp-test
+SOURCES := src pallas_kernels tests $(wildcard notebooks/*.py) run_decode.py
+# Two workers: the suite compiles JAX programs, and each one fills a core.
+WORKERS ?= 2
+PROMPT ?= def fibonacci(n):
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: env demo env-test test test-slow lint clean
+
+env: $(BASE_STAMP)
+
+$(BASE_STAMP): pyproject.toml constraints.txt
+	@py=""; for candidate in python3.12 python3; do \
+	  if "$$candidate" -c 'import sys; raise SystemExit(sys.version_info[:2] != (3, 12))' 2>/dev/null; \
+	  then py=$$candidate; break; fi; done; \
+	if [ -z "$$py" ]; then echo "v4flash needs Python 3.12, and neither python3.12 nor python3 is one:" \
+	  "install it (with pyenv: pyenv install 3.12) and run make again." >&2; exit 1; fi; \
+	if [ ! -x $(PY) ]; then echo "making .venv with $$("$$py" --version)"; "$$py" -m venv .venv; fi
+	$(PY) -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+demo: env
+	$(PY) run_decode.py --prompt '$(PROMPT)'
+
+env-test: $(TEST_STAMP)
+
+$(TEST_STAMP): $(BASE_STAMP)
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[test,notebooks]'
+	@touch $@
+
+lint: env-test
+	$(PY) -m ruff check $(SOURCES)
+	$(PY) -m ruff format --check $(SOURCES)
+
+test: lint
+	JAX_PLATFORMS=cpu $(PY) -m pytest -n $(WORKERS)
+
+test-slow: lint
+	JAX_PLATFORMS=cpu $(PY) -m pytest -n $(WORKERS) -m "slow or not slow"
+
+clean:
+	rm -rf .venv build dist results .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	find src pallas_kernels tests notebooks -name __pycache__ -type d -prune -exec rm -rf {} +
