@@ -1,0 +1,169 @@
+"""The DSpark drafter: a few layers over one block of rows, a Markov chain over its tokens, and a confidence.
+
+Knows: how the target's taps become context rows, the non-causal block, the serial token bias and the
+confidence head. Does not know: how drafts are verified or how many are worth verifying.
+
+    anchor  noise  noise  noise  noise        block inputs at positions P+1 .. P+k
+      d1      d2     d3     d4     d5         their predictions, each biased by the token before it
+
+Source: DeepSeek inference/model.py (`DSparkBlock`, V4.1) and the DSpark paper.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+
+from v4flash.config import ModelConfig
+from v4flash.model.backbone import Backbone, Layer, Rows, first_stream
+from v4flash.model.hyper_connections import HyperHead, collapse
+from v4flash.model.numerics import Linear, Norm, Numerics
+from v4flash.state import DecodeState, ring_write
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """The drafter's parallel part: hidden g [K, D] before the final norm and base logits [K, V] float32."""
+
+    hidden: jax.Array
+    base_logits: jax.Array
+    streams: list[jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drafts:
+    """A drafted chain: ids int32 [K], biased logits [K, V] float32, confidence logits [K] float32."""
+
+    ids: jax.Array
+    logits: jax.Array
+    confidence: jax.Array
+
+
+class MarkovHead(nnx.Module):
+    """Low-rank bias of the next token on the one before it; both tables [V, rank]."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics):
+        shape = (config.vocab_size, config.draft.markov_rank)
+        self.embed = nnx.Param(jnp.zeros(shape, numerics.plain))
+        self.head = nnx.Param(jnp.zeros(shape, numerics.plain))
+        self.numerics = numerics
+
+    def embedded(self, token: jax.Array) -> jax.Array:
+        """Row of the previous token, float32 [..., rank]."""
+        return self.embed[...][token].astype(jnp.float32)
+
+    def bias(self, embedded: jax.Array) -> jax.Array:
+        """Logit bias float32 [..., V]."""
+        return self.numerics.exact_product("...r,vr->...v", embedded, self.head[...])
+
+
+class DraftStage(Layer):
+    """One drafter layer; the first also projects the taps, the last also holds the heads."""
+
+    def __init__(self, config: ModelConfig, stage: int, numerics: Numerics):
+        draft = config.draft
+        super().__init__(
+            config,
+            config.draft_layer(stage),
+            numerics,
+            experts=draft.n_routed_experts,
+            chosen=draft.num_experts_per_tok,
+        )
+        first, last = stage == 0, stage == draft.stages - 1
+        width, eps = config.hidden_size, config.rms_norm_eps
+        tapped = len(draft.target_layer_ids) * width
+        self.main_proj = Linear(width, tapped, "fp8", config, numerics) if first else None
+        self.main_norm = Norm(width, eps, numerics) if first else None
+        self.norm = Norm(width, eps, numerics) if last else None
+        self.hc_head = HyperHead(config, numerics) if last and not config.delayed_mixing else None
+        self.markov_head = MarkovHead(config, numerics) if last else None
+        self.confidence = Linear(1, width + draft.markov_rank, "bf16", config, numerics) if last else None
+
+    def over_block(
+        self, streams: jax.Array, pre: jax.Array, rows: Rows, ring: jax.Array, last: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """This stage over block streams [K, S, D]: new streams and collapse weights."""
+
+        def attend(x: jax.Array) -> jax.Array:
+            return self.attn.attend_block(x, ring, last, rows.positions, rows.live)
+
+        with jax.named_scope("attention"):
+            streams, pre = self.sublayer(self.hc_attn, self.attn_norm, attend, streams, pre)
+        return self.feed_forward(streams, pre, rows)[:2]
+
+
+class Drafter(nnx.Module):
+    """All stages of the DSpark drafter; it borrows embedding and head from the target."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics):
+        self.config, self.numerics = config, numerics
+        self.stages = nnx.List(DraftStage(config, stage, numerics) for stage in range(config.draft.stages))
+
+    def context(self, taps: jax.Array) -> jax.Array:
+        """Normalised projection [T, D] of the target's taps [T, n * D]; every stage reads it."""
+        first = self.stages[0]
+        return first.main_norm(first.main_proj(taps))
+
+    def commit(self, state: DecodeState, taps: jax.Array, start: jax.Array, count: jax.Array) -> DecodeState:
+        """Writes context rows of the first `count` (verified) rows, standing at positions start.. ."""
+        main = self.context(taps)
+        positions = start + jnp.arange(taps.shape[0], dtype=jnp.int32)
+        rings = tuple(
+            ring_write(ring, stage.attn.window_rows(main, positions), start, count)
+            for ring, stage in zip(state.draft_windows, self.stages, strict=True)
+        )
+        return state.replace(draft_windows=rings)
+
+    def block(
+        self, backbone: Backbone, state: DecodeState, anchor: jax.Array, rows: int, live: jax.Array
+    ) -> Block:
+        """Runs the block [anchor, noise, ...] behind the committed context.
+
+        Args: anchor int32 [], the newest token, at position state.length; rows, the static row count K; live
+        int32 [], how many of the rows exist (the others are hidden from all).
+        """
+        noise = jnp.full((rows,), self.config.draft.noise_token_id, jnp.int32)
+        positions = state.length + jnp.arange(rows, dtype=jnp.int32)
+        block = Rows(noise.at[0].set(anchor), positions, live)
+        streams, pre, kept = backbone.embedded(block.tokens), first_stream(rows, self.config.hc_mult), []
+        for stage, ring in zip(self.stages, state.draft_windows, strict=True):
+            with jax.named_scope(f"draft_stage_{stage.layer.index - self.config.num_hidden_layers}"):
+                streams, pre = stage.over_block(streams, pre, block, ring, state.length - 1)
+            kept.append(streams)
+        last = self.stages[-1]
+        hidden = last.hc_head(streams) if last.hc_head is not None else collapse(pre, streams)
+        return Block(hidden, backbone.logits(hidden, last.norm), kept)
+
+    def biased_logits(self, base_logits: jax.Array, previous: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Row logits with the bias of the token before them, and that token's Markov embedding."""
+        markov = self.stages[-1].markov_head
+        embedded = markov.embedded(previous)
+        return base_logits + markov.bias(embedded), embedded
+
+    def confidence_logits(self, hidden: jax.Array, embedded: jax.Array) -> jax.Array:
+        """Confidence logit of each row from g [..., D] and the previous token's Markov embedding [..., rank]."""
+        joined = jnp.concatenate([hidden.astype(jnp.float32), embedded], axis=-1)
+        weight = self.stages[-1].confidence.weight[...]
+        return self.numerics.exact_product("...k,nk->...n", joined, weight)[..., 0]
+
+    def chain(self, block: Block, anchor: jax.Array, draw: Callable[[int, jax.Array], jax.Array]) -> Drafts:
+        """Draws the tokens one after another; `draw(j, logits [V])` chooses row j's token id."""
+        previous, ids, rows, confidences = anchor, [], [], []
+        for j in range(block.hidden.shape[0]):
+            logits, embedded = self.biased_logits(block.base_logits[j], previous)
+            confidences.append(self.confidence_logits(block.hidden[j], embedded))
+            previous = draw(j, logits)
+            ids.append(previous)
+            rows.append(logits)
+        return Drafts(jnp.stack(ids), jnp.stack(rows), jnp.stack(confidences))
+
+
+class Model(nnx.Module):
+    """Target and drafter of one checkpoint."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics):
+        self.config, self.numerics = config, numerics
+        self.backbone = Backbone(config, numerics)
+        self.drafter = Drafter(config, numerics) if config.draft else None
