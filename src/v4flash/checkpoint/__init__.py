@@ -1,1 +1,4 @@
-"""Published safetensors in, Orbax out: names, inventory, strict loading. Knows config and number formats only."""
+"""Published safetensors in, Orbax out: names, inventory, strict loading.
+
+Knows the model's structure, its configuration and number formats; nothing of text, decoding or devices.
+"""
