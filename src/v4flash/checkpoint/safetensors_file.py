@@ -109,7 +109,7 @@ def _read_header(path: Path) -> tuple[int, dict, int]:
             if size < _LENGTH_BYTES or (length <= _HEADER_LIMIT and _LENGTH_BYTES + length > size):
                 short = _LENGTH_BYTES + length - size if size >= _LENGTH_BYTES else _LENGTH_BYTES - size
                 raise CheckpointError(
-                    f"{path} ends inside its header ({size:,} bytes, {short:,} or more missing); copy it again"
+                    f"{path} ends inside its header ({size:,} bytes, {short:,} or more lost); copy it again"
                 )
             if not 2 <= length <= _HEADER_LIMIT:
                 raise CheckpointError(
