@@ -7,7 +7,7 @@ import pytest
 from scipy import stats
 
 from v4flash.errors import UsageError
-from v4flash.speculative.randomness import Purpose, categorical, invert, seed_key, uniform
+from v4flash.speculative.randomness import Purpose, categorical, invert, round_key, seed_key, uniform
 
 # The draws are fixed by their seeds, so a test either always passes or always fails. The level only has to
 # be far below what a right sampler shows by chance and far above what a wrong one shows (below 1e-50).
@@ -48,6 +48,12 @@ def test_seeds_positions_and_purposes_all_matter():
         for purpose in Purpose
     ]
     assert len(set(drawn)) == len(seeds) * 4 * 3
+
+
+def test_every_step_key_is_its_own():
+    keys = [seed_key(1), *(round_key(seed_key(seed), position) for seed in (1, 2) for position in range(4))]
+    assert len({tuple(np.asarray(key).tolist()) for key in keys}) == len(keys)
+    np.testing.assert_array_equal(jax.jit(round_key)(seed_key(1), 3), round_key(seed_key(1), 3))
 
 
 @pytest.mark.parametrize("seed", [-1, 2**64, 1.5, "7", None, True])

@@ -1,5 +1,7 @@
 """The accept rules on hand-made cases, and the whole sampler by Monte Carlo."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,11 +9,12 @@ import pytest
 from scipy import stats
 
 from v4flash.speculative.filters import SamplingParams, target_law
-from v4flash.speculative.randomness import Purpose, categorical, seed_key
+from v4flash.speculative.randomness import Purpose, categorical, round_key, seed_key
 from v4flash.speculative.rejection import (
     acceptance_probability,
     propose,
     verify,
+    verify_blockwise,
     verify_greedy,
     verify_tokenwise,
 )
@@ -22,7 +25,8 @@ SEEDS = 200_000
 CHI_SQUARE_LEVEL = 1e-5
 FILTERS = dict(temperature=0.7, top_p=0.8, top_k=4, min_p=0.1)
 
-compiled_verify = jax.jit(verify)
+compiled_verify = jax.jit(verify, static_argnames="rule")
+RULES = [verify_tokenwise, verify_blockwise]
 
 
 def rows_choosing(*tokens):
@@ -67,9 +71,10 @@ def test_greedy_ties_go_to_the_lowest_id():
     assert verify_greedy(jnp.asarray([2]), logits, 1) == (0, 1)
 
 
+@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("live", range(K + 1))
-def test_rows_past_the_live_ones_are_never_used(temperature, live):
+def test_rows_past_the_live_ones_are_never_used(temperature, live, rule):
     params = SamplingParams.make(temperature=temperature, top_p=0.9 if temperature else 1.0)
     generator = np.random.default_rng(live)
     logits = generator.normal(size=(K + 1, V)).astype(np.float32)
@@ -81,7 +86,7 @@ def test_rows_past_the_live_ones_are_never_used(temperature, live):
     soiled[2][live + 1 :] = np.nan
     for seed in range(8):
         clean, dirty = (
-            compiled_verify(*block, jnp.int32(live), params, seed_key(seed), jnp.int32(40))
+            compiled_verify(*block, jnp.int32(live), params, seed_key(seed), jnp.int32(40), rule=rule)
             for block in ((drafts, law, logits), soiled)
         )
         assert clean == dirty and 0 <= int(dirty.token) < V
@@ -145,18 +150,20 @@ def next_rows(tokens, table):
     return jnp.asarray(table)[tokens]
 
 
-@jax.jit
-def sample_texts(seeds, params, judging_params, greedy_draft, depth):
+@functools.partial(jax.jit, static_argnames="rule")
+def sample_texts(seeds, params, judging_params, greedy_draft, depth, rule, fresh):
     """Two tokens and the first step's accepted count per seed, by two speculative steps.
 
     depth 0..3 fixes the live drafts; 4 lets them depend on drafts already drawn. `judging_params` are the
-    options of the law that drafts are judged by: the drafting options, unless a test wants it wrong.
+    options of the law that drafts are judged by: the drafting options, unless a test wants it wrong. `fresh`
+    gives every step its own key.
     """
 
     judged = target_law(jnp.asarray(DRAFT), judging_params)
 
     def step(carry, _):
-        key, text, length, anchor, first = carry
+        seed, text, length, anchor, first = carry
+        key = jnp.where(fresh, round_key(seed, length), seed)
         token, drafts, laws = anchor, [], []
         for i in range(K):
             previous, logits = token, next_rows(token, DRAFT)
@@ -169,12 +176,12 @@ def sample_texts(seeds, params, judging_params, greedy_draft, depth):
         adaptive = jnp.where(drafts[0] % 2 == 1, 1, jnp.where(drafts[1] < 4, 2, 3))
         live = jnp.where(depth == 4, adaptive, depth)
         logits = next_rows(jnp.concatenate([anchor[None], drafts]), TARGET)
-        accepted, last = verify(drafts, laws, logits, live, params, key, length)
+        accepted, last = verify(drafts, laws, logits, live, params, key, length, rule)
         block = jnp.where(jnp.arange(K + 1) < accepted, jnp.append(drafts, 0), last)
         # What lies past the accepted tokens is overwritten by the next step or cut off at the end.
         text = jax.lax.dynamic_update_slice(text, block, (length,))
         first = jnp.where(length == 0, accepted, first)
-        return (key, text, jnp.minimum(length + accepted + 1, 2), last, first), None
+        return (seed, text, jnp.minimum(length + accepted + 1, 2), last, first), None
 
     def one(seed):
         key = jax.random.key_data(jax.random.fold_in(jax.random.key(0), seed))
@@ -185,7 +192,7 @@ def sample_texts(seeds, params, judging_params, greedy_draft, depth):
     return jax.vmap(one)(seeds)
 
 
-def run(options, *, judging=None, greedy_draft=False, depth=K):
+def run(options, *, judging=None, greedy_draft=False, depth=K, rule=verify_tokenwise, fresh=False):
     judging = options if judging is None else judging
     texts, first = sample_texts(
         jnp.arange(SEEDS),
@@ -193,6 +200,8 @@ def run(options, *, judging=None, greedy_draft=False, depth=K):
         SamplingParams.make(**judging),
         jnp.asarray(greedy_draft),
         jnp.int32(depth),
+        rule=rule,
+        fresh=jnp.asarray(fresh),
     )
     return np.asarray(texts), np.asarray(first)
 
@@ -250,3 +259,18 @@ def test_the_monte_carlo_sees_drafts_judged_by_the_unfiltered_law():
     options = dict(temperature=0.7, min_p=0.2)
     texts, _ = run(options, judging={})
     assert min(check_text_law(texts, options)) < 1e-50
+
+
+@pytest.mark.parametrize(
+    ("options", "greedy_draft", "depth"),
+    [({}, False, 3), ({}, True, 3), ({}, False, 4), (FILTERS, False, 3)],
+    ids=["drawn", "greedy draft", "adaptive", "filtered"],
+)
+def test_texts_follow_the_target_law_blockwise(options, greedy_draft, depth):
+    texts, first = run(options, greedy_draft=greedy_draft, depth=depth, rule=verify_blockwise, fresh=True)
+    assert min(check_text_law(texts, options)) > CHI_SQUARE_LEVEL
+
+
+def test_the_block_rule_needs_fresh_noise_in_every_step():
+    texts, _ = run({}, rule=verify_blockwise, fresh=False)
+    assert min(check_text_law(texts, {})) < 1e-50

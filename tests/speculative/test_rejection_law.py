@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from v4flash.speculative.rejection import accept_ratio, acceptance_probability, residual
+from v4flash.speculative.rejection import accept_ratio, acceptance_probability, block_chances, residual
 
 GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "formats.safetensors"
 V, K = 8, 3
@@ -54,6 +54,33 @@ def emitted(p, q, is_live):
             laws.append(stop[:, None] * replacement)
             reach = (reach[:, None] * passed).ravel()
         return laws
+
+
+def emitted_blockwise(p, q, depth):
+    """The same for the block-wise rule, over all complete drafts.
+
+    `depth(path)` is the number of live drafts for the drafts `path`; it must not anticipate.
+    """
+    paths = np.array(list(np.ndindex((V,) * K)))
+    rows = [np.ravel_multi_index(paths[:, :i].T, (V,) * i) if i else 0 * paths[:, 0] for i in range(K + 1)]
+    target = np.stack([p[i][rows[i]] for i in range(K + 1)], axis=1)
+    draft = np.stack([q[i][rows[i]] for i in range(K)], axis=1)
+    live = np.array([depth(path) for path in paths])
+    chance = np.ones(len(paths))
+    for i in range(K):
+        chance = chance * draft[np.arange(len(paths)), i, paths[:, i]]
+    laws = [np.zeros((V**i, V)) for i in range(K + 1)]
+    with jax.enable_x64(True):
+        carried, passes = (np.asarray(x) for x in jax.vmap(block_chances)(paths, draft, target, live))
+        assert passes.dtype == np.float64
+        undecided = chance
+        for i in range(K, -1, -1):
+            kept = undecided * (passes[:, i] if i else 1)
+            undecided = undecided - kept
+            refused = np.where((i < live)[:, None], draft[:, min(i, K - 1)], 0)
+            law = np.asarray(residual(jnp.asarray(carried[:, i, None] * target[:, i]), jnp.asarray(refused)))
+            np.add.at(laws[i], rows[i], kept[:, None] * law)
+    return laws
 
 
 def closed_form(p, q, depth):
@@ -115,6 +142,37 @@ def test_a_depth_that_looks_at_accepted_drafts_only_emits_the_target_law(laws):
     assert 0 < emits[1].sum() < 1
     for tokens in range(1, K + 2):
         np.testing.assert_allclose(continued(emits, p, tokens), joint(p, tokens), atol=EXACT, rtol=0)
+
+
+def test_block_rule_equals_the_golden_laws(laws):
+    golden, p, q = laws
+    emits = emitted_blockwise(p, q, lambda path: K)
+    for n, law in enumerate(emits, start=1):
+        np.testing.assert_allclose(law, golden[f"law.block.emit{n}"], atol=STORED, rtol=0)
+    accepted = np.array([law.sum() for law in emits])
+    np.testing.assert_allclose(accepted, golden["law.block.accepted"], atol=STORED, rtol=0)
+    mean = accepted @ np.arange(K + 1)
+    np.testing.assert_allclose(mean, golden["law.block.mean_accepted"][0], atol=STORED * K, rtol=0)
+    assert mean > golden["law.token.mean_accepted"][0]
+
+
+@pytest.mark.parametrize("sharpen", [lambda q: q, one_hot], ids=["drawn", "greedy draft"])
+@pytest.mark.parametrize("depth", [0, 1, 2, 3, "stopping time"])
+def test_block_rule_emits_the_target_law_at_every_depth(laws, depth, sharpen):
+    _, p, q = laws
+    q = sharpen(q)
+
+    def live(path):
+        if depth != "stopping time":
+            return depth
+        return 1 if path[0] % 2 else 2 if path[1] < 4 else 3
+
+    emits = emitted_blockwise(p, q, live)
+    for tokens in range(1, K + 2):
+        np.testing.assert_allclose(continued(emits, p, tokens), joint(p, tokens), atol=EXACT, rtol=0)
+    if depth == 1:
+        for block, token in zip(emits, closed_form(p, q, 1), strict=True):
+            np.testing.assert_allclose(block, token, atol=EXACT, rtol=0)
 
 
 def test_a_draft_judged_by_a_law_it_was_not_drawn_from_bends_the_output(laws):

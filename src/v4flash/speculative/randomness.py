@@ -24,6 +24,8 @@ from v4flash.errors import UsageError
 _GENERATOR = "threefry2x32"
 _WORD_BITS = 32
 _SEED_LIMIT = 2**64
+# Apart from every Purpose, so that no step key equals the key of a draw.
+_ROUND = np.uint32(0)
 
 
 class Purpose(enum.IntEnum):
@@ -51,6 +53,24 @@ def seed_key(seed: int) -> jax.Array:
     low, high = number % 2**_WORD_BITS, number >> _WORD_BITS
     key = jax.random.key(np.uint32(low), impl=_GENERATOR)
     return jax.random.key_data(jax.random.fold_in(key, np.uint32(high)))
+
+
+def round_key(key_data, first_position):
+    """Key data for one speculative step, so that a position drafted again in a later step gets fresh noise.
+
+    Steps begin at ever larger positions, hence no two share a key. Needed by the block-wise accept rule only:
+    token by token, noise behind the first refusal has decided nothing and may be used again.
+
+    Args:
+      key_data: uint32 [2], from `seed_key`.
+      first_position: int [], absolute position of the first token the step may emit.
+
+    Returns:
+      uint32 [2].
+    """
+    key = jax.random.wrap_key_data(key_data, impl=_GENERATOR)
+    own = jax.random.fold_in(key, jnp.asarray(first_position).astype(jnp.uint32))
+    return jax.random.key_data(jax.random.fold_in(own, _ROUND))
 
 
 def uniform(key_data, position, purpose: Purpose, *, draws: tuple[int, ...] = (), dtype=jnp.float32):

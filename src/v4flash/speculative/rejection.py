@@ -1,8 +1,8 @@
 """Which drafted tokens survive, and which token the target adds behind them.
 
-Knows: the accept rules (greedy, token-wise) as functions of drafts, laws and uniforms, and one dispatcher
-that the step calls with logits. Does not know: how drafts or logits are computed, how many drafts are worth
-verifying, or what is committed afterwards.
+Knows: the accept rules (greedy, token-wise, block-wise) as functions of drafts, laws and uniforms, and one
+dispatcher that the step calls with logits. Does not know: how drafts or logits are computed, how many drafts
+are worth verifying, or what is committed afterwards.
 
 Rows: draft i (from 0) is judged by target row i, which was computed from everything before that draft; row l
 supplies the token that follows when all l live drafts survive. Rows past the live ones may hold anything,
@@ -13,9 +13,10 @@ not depend on the draft i itself or on later ones, or the emitted law is no long
 is exempt: it emits the target's own choices whatever is verified).
 
 Sources: Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (arXiv 2302.01318) for the token-wise
-rule.
+rule; Sun et al. 2024 (arXiv 2403.10444) for the block-wise rule.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -126,12 +127,53 @@ def verify_tokenwise(
       accept_uniforms: float [k], in [0, 1).
       resample_uniforms: float [k + 1, 2], in [0, 1); row a is used when a drafts are accepted.
     """
-    k = draft_ids.shape[0]
-    chosen = draft_ids[:, None]
-    p_draft = jnp.take_along_axis(target_probs[:k], chosen, axis=-1)[:, 0]
-    q_draft = jnp.take_along_axis(draft_probs, chosen, axis=-1)[:, 0]
+    p_draft, q_draft = _drafted(draft_ids, target_probs), _drafted(draft_ids, draft_probs)
     accepted = _leading(accept_uniforms < accept_ratio(p_draft, q_draft), live_drafts)
     law = residual(target_probs[accepted], _law_refused(draft_probs, accepted, live_drafts))
+    return Verdict(accepted, invert(law, resample_uniforms[accepted].astype(law.dtype)))
+
+
+def block_chances(draft_ids, draft_probs, target_probs, live_drafts):
+    """What the block-wise rule needs to know of a block.
+
+    Arguments as in `verify_tokenwise`.
+
+    Returns:
+      carried: float [k + 1], entry i is min(1, carried[i-1] * p/q at draft i): the share of the target's mass
+        that the first i drafts still stand for.
+      chances: float [k + 1], chance that the test "the first i drafts may stay" passes; 0 past the live ones.
+    """
+    k = draft_ids.shape[0]
+    live = jnp.clip(live_drafts, 0, k)
+    p_draft, q_draft = _drafted(draft_ids, target_probs), _drafted(draft_ids, draft_probs)
+    carried = [jnp.ones((), target_probs.dtype)]
+    for i in range(k):
+        carried.append(accept_ratio(carried[-1] * p_draft[i], q_draft[i]))
+    carried = jnp.stack(carried)
+    excess = jnp.sum(jnp.maximum(carried[:k, None] * target_probs[:k] - draft_probs, 0), axis=-1)
+    room = excess + 1 - carried[:k]
+    inner = jnp.append(jnp.where(room > 0, excess / jnp.where(room > 0, room, 1), 1), carried[k])
+    index = jnp.arange(k + 1)
+    return carried, jnp.where(index < live, inner, jnp.where(index == live, carried, 0))
+
+
+def verify_blockwise(
+    draft_ids, draft_probs, target_probs, live_drafts, accept_uniforms, resample_uniforms
+) -> Verdict:
+    """Judge the drafts together: keep the longest prefix whose own test passes, also past a failed test.
+
+    Same arguments and the same emitted law as `verify_tokenwise`, never fewer accepted drafts on average, and
+    the same rule when one draft is live.
+
+    A test of draft i is settled by coins and drafts at *later* positions too. Positions behind the
+    accepted ones come up again in the next step, so their noise must not: draw the drafts and the uniforms
+    of every step from `randomness.round_key`. With the plain seed key the emitted law would be bent.
+    """
+    carried, chances = block_chances(draft_ids, draft_probs, target_probs, live_drafts)
+    passed = jnp.append(True, accept_uniforms < chances[1:])
+    accepted = jnp.max(jnp.where(passed, jnp.arange(passed.shape[0]), 0)).astype(jnp.int32)
+    refused = _law_refused(draft_probs, accepted, live_drafts)
+    law = residual(carried[accepted] * target_probs[accepted], refused)
     return Verdict(accepted, invert(law, resample_uniforms[accepted].astype(law.dtype)))
 
 
@@ -143,8 +185,9 @@ def verify(
     params: SamplingParams,
     key_data,
     first_position,
+    rule: Callable[..., Verdict] = verify_tokenwise,
 ) -> Verdict:
-    """Judge one block of drafts: greedily at temperature 0, else token-wise; both live in one program.
+    """Judge one block of drafts: greedily at temperature 0, else by `rule`; both live in one program.
 
     With no live drafts this is the ordinary sampling of one token, so plain decoding calls it too.
 
@@ -156,6 +199,8 @@ def verify(
       params: the sampling options (data).
       key_data: uint32 [2], from `randomness.seed_key`.
       first_position: int [], absolute position of the first drafted token.
+      rule: `verify_tokenwise` or `verify_blockwise` (static). The latter wants a `randomness.round_key`, here
+        and in `propose`.
     """
     k = draft_ids.shape[0]
 
@@ -167,9 +212,15 @@ def verify(
         positions = first_position + jnp.arange(k + 1)
         coins = uniform(key_data, positions[:k], Purpose.ACCEPT, dtype=target_probs.dtype)
         redraws = uniform(key_data, positions, Purpose.RESAMPLE, draws=(2,), dtype=target_probs.dtype)
-        return verify_tokenwise(draft_ids, draft_probs, target_probs, live_drafts, coins, redraws)
+        return rule(draft_ids, draft_probs, target_probs, live_drafts, coins, redraws)
 
     return jax.lax.cond(is_greedy(params), greedy, sampled)
+
+
+def _drafted(draft_ids, laws):
+    """Probability of each drafted token, [k], in the first k rows of `laws` [>= k, V]."""
+    k = draft_ids.shape[0]
+    return jnp.take_along_axis(laws[:k], draft_ids[:, None], axis=-1)[:, 0]
 
 
 def _leading(passed, live_drafts):
