@@ -40,7 +40,8 @@ def softmax_with_sink(scores: jax.Array, mask: jax.Array, sink: jax.Array) -> ja
     """
     sink = sink.astype(jnp.float32)[:, None]
     scores = jnp.where(mask, scores, -jnp.inf)
-    peak = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink)
+    # The shift cancels in the quotient, so its derivative is left out.
+    peak = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), sink))
     weights = jnp.exp(scores - peak)
     return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(sink - peak))
 

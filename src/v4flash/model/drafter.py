@@ -11,6 +11,7 @@ Source: DeepSeek inference/model.py (`DSparkBlock`, V4.1) and the DSpark paper.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import flax.nnx as nnx
 import jax
@@ -25,11 +26,19 @@ from v4flash.state import DecodeState, ring_write
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The drafter's parallel part: hidden g [K, D] before the final norm and base logits [K, V] float32."""
+    """The drafter's parallel part.
+
+    Attributes:
+      hidden: g [K, D] before the final norm.
+      base_logits: [K, V] float32.
+      streams: per stage [K, S, D] after it.
+      routes: per stage, the expert ids [K, k] of each row.
+    """
 
     hidden: jax.Array
     base_logits: jax.Array
     streams: list[jax.Array]
+    routes: list[jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,15 +92,15 @@ class DraftStage(Layer):
 
     def over_block(
         self, streams: jax.Array, pre: jax.Array, rows: Rows, ring: jax.Array, last: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """This stage over block streams [K, S, D]: new streams and collapse weights."""
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """This stage over block streams [K, S, D]: new streams, collapse weights and expert ids [K, k]."""
 
         def attend(x: jax.Array) -> jax.Array:
             return self.attn.attend_block(x, ring, last, rows.positions, rows.live)
 
         with jax.named_scope("attention"):
             streams, pre = self.sublayer(self.hc_attn, self.attn_norm, attend, streams, pre)
-        return self.feed_forward(streams, pre, rows)[:2]
+        return self.feed_forward(streams, pre, rows)
 
 
 class Drafter(nnx.Module):
@@ -127,14 +136,16 @@ class Drafter(nnx.Module):
         noise = jnp.full((rows,), self.config.draft.noise_token_id, jnp.int32)
         positions = state.length + jnp.arange(rows, dtype=jnp.int32)
         block = Rows(noise.at[0].set(anchor), positions, live)
-        streams, pre, kept = backbone.embedded(block.tokens), first_stream(rows, self.config.hc_mult), []
+        streams, pre = backbone.embedded(block.tokens), first_stream(rows, self.config.hc_mult)
+        kept, routes = [], []
         for stage, ring in zip(self.stages, state.draft_windows, strict=True):
             with jax.named_scope(f"draft_stage_{stage.layer.index - self.config.num_hidden_layers}"):
-                streams, pre = stage.over_block(streams, pre, block, ring, state.length - 1)
+                streams, pre, ids = stage.over_block(streams, pre, block, ring, state.length - 1)
             kept.append(streams)
+            routes.append(ids)
         last = self.stages[-1]
         hidden = last.hc_head(streams) if last.hc_head is not None else collapse(pre, streams)
-        return Block(hidden, backbone.logits(hidden, last.norm), kept)
+        return Block(hidden, backbone.logits(hidden, last.norm), kept, routes)
 
     def biased_logits(self, base_logits: jax.Array, previous: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Row logits with the bias of the token before them, and that token's Markov embedding."""
@@ -148,16 +159,24 @@ class Drafter(nnx.Module):
         weight = self.stages[-1].confidence.weight[...]
         return self.numerics.exact_product("...k,nk->...n", joined, weight)[..., 0]
 
-    def chain(self, block: Block, anchor: jax.Array, draw: Callable[[int, jax.Array], jax.Array]) -> Drafts:
-        """Draws the tokens one after another; `draw(j, logits [V])` chooses row j's token id."""
-        previous, ids, rows, confidences = anchor, [], [], []
-        for j in range(block.hidden.shape[0]):
-            logits, embedded = self.biased_logits(block.base_logits[j], previous)
-            confidences.append(self.confidence_logits(block.hidden[j], embedded))
-            previous = draw(j, logits)
-            ids.append(previous)
-            rows.append(logits)
-        return Drafts(jnp.stack(ids), jnp.stack(rows), jnp.stack(confidences))
+    def chain(self, block: Block, anchor: jax.Array, draw: Callable) -> tuple[Drafts, Any]:
+        """Draws the tokens one after another; `draw(j, logits [V])` gives row j's token id and anything to keep.
+
+        Returns the drafts and what `draw` kept, stacked over rows.
+        """
+
+        def row(previous: jax.Array, inputs: tuple) -> tuple:
+            j, base, hidden = inputs
+            logits, embedded = self.biased_logits(base, previous)
+            token, kept = draw(j, logits)
+            return token, (token, logits, self.confidence_logits(hidden, embedded), kept)
+
+        rows = jnp.arange(block.hidden.shape[0], dtype=jnp.int32)
+        with jax.named_scope("markov_chain"):
+            _, (ids, logits, confidence, kept) = jax.lax.scan(
+                row, anchor, (rows, block.base_logits, block.hidden)
+            )
+        return Drafts(ids, logits, confidence), kept
 
 
 class Model(nnx.Module):

@@ -83,7 +83,7 @@ class Norm(nnx.Module):
 class Linear(nnx.Module):
     """y = x W^T without bias; W [N, K] stored as block FP8 ('fp8'), FP4 ('fp4') or plain bf16 ('bf16').
 
-    Float32 uses of a bf16 weight go through `decoded` or `weight`. `experts` adds a leading axis. In decoded form quantised weights are arrays of the computation's type and
+    `experts` adds a leading axis. In decoded form quantised weights are arrays of the computation's type and
     carry no scale. `round_input` says that the reference quantises the activations of this product.
     """
 

@@ -1,0 +1,307 @@
+"""The library's front door: load a checkpoint, generate text, keep sessions.
+
+Knows: how checkpoint, tokenizer, chat encoding and pinned programs come together, and how text streams out of
+token steps. Does not know: the terminal.
+
+    model = v4flash.load("demo")
+    for step in model.generate("def fibonacci(n):", raw=True, max_tokens=64):
+        print(step.text, end="", flush=True)
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from v4flash.checkpoint.loading import LoadedModel
+from v4flash.checkpoint.loading import load as load_checkpoint
+from v4flash.config import ModelConfig
+from v4flash.engine import programs
+from v4flash.engine.session import Session, TokenStep
+from v4flash.engine.statistics import Statistics
+from v4flash.errors import CheckpointError, UsageError
+from v4flash.model.numerics import Numerics
+from v4flash.speculative.filters import SamplingParams
+from v4flash.speculative.randomness import seed_key
+from v4flash.speculative.step import MAX_DRAFT, Control
+from v4flash.text import ChatEncoding, ReasoningSplitter, StopMatcher, StreamDecoder, Tokenizer
+from v4flash.text.chat import conversation, encode_segments, segments_text
+
+DEFAULT_ROWS, DEFAULT_CHUNK, DEFAULT_CONTEXT = 8, 128, 4096
+DECODE_AT_LOAD_BYTES = 1 << 30
+DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A prompt as the model sees it: token ids, the text they came from, and whether it opened reasoning."""
+
+    ids: list[int]
+    text: str
+    thinking: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class StepRecord:
+    """One step of a generation.
+
+    Attributes:
+      text: what became safe to print with this step (may be empty inside a split character).
+      parts: the same text as (kind, text) pieces, kind 'reasoning' or 'content'.
+      tokens: the emitted ids; the first `accepted` of them were drafted, the last is the target's own.
+      drafts, confidence: the verified drafts and the drafter's predicted acceptance.
+      position: absolute position of the first emitted token.
+    """
+
+    text: str
+    parts: list[tuple[str, str]]
+    tokens: list[int]
+    drafts: list[int]
+    confidence: list[float]
+    accepted: int
+    position: int
+
+
+class Generation:
+    """An iterator of StepRecords; `statistics` and `text` are complete once it is exhausted."""
+
+    def __init__(self, records: Iterator[StepRecord], statistics: Statistics, prompt: Prompt):
+        self._records = records
+        self.statistics = statistics
+        self.prompt = prompt
+        self.tokens: list[int] = []
+        self.text = ""
+        self.reasoning = ""
+
+    def __iter__(self) -> "Generation":
+        return self
+
+    def __next__(self) -> StepRecord:
+        record = next(self._records)
+        self.tokens += record.tokens
+        for kind, text in record.parts:
+            if kind == "reasoning":
+                self.reasoning += text
+            else:
+                self.text += text
+        return record
+
+    def close(self) -> None:
+        """Ends the generation; its session keeps what was yielded."""
+        self._records.close()
+
+
+class LanguageModel:
+    """A loaded checkpoint with its pinned programs."""
+
+    def __init__(self, loaded: LoadedModel, shapes: programs.Shapes, cache: Path | None):
+        self.config = loaded.config
+        self.numerics = loaded.numerics
+        self.path = loaded.path
+        self.params = loaded.params
+        self.graphdef = loaded.graphdef
+        self.programs = programs.build(
+            loaded.graphdef, loaded.params, loaded.config, loaded.numerics, shapes, cache
+        )
+        has_tokenizer = (loaded.path / "tokenizer.json").is_file()
+        self.tokenizer = Tokenizer.from_dir(loaded.path) if has_tokenizer else None
+
+    @property
+    def draft_limit(self) -> int:
+        """The most drafts per step (k) of the compiled programs; 0 without a drafter."""
+        return self.programs.draft_limit
+
+    @property
+    def mode(self) -> str:
+        return "qat" if self.numerics.quantise else "exact"
+
+    def session(self) -> Session:
+        """An empty session."""
+        return Session(
+            self.programs, self.params, programs.new_state(self.config, self.numerics, self.programs.shapes)
+        )
+
+    def encode(
+        self, text: str, *, raw: bool = False, think: str = "off", system: str | None = None
+    ) -> Prompt:
+        """The prompt's ids: plain text behind the begin token (raw), or one user message in the chat encoding."""
+        tokenizer = self._require_tokenizer()
+        if raw:
+            return Prompt([tokenizer.bos_id, *tokenizer.encode_text(text)], text)
+        encoding = ChatEncoding.for_checkpoint(self.path, self.config.family)
+        segments = encoding.render(conversation(text, system), think)
+        return Prompt(encode_segments(tokenizer, segments), segments_text(segments), think != "off")
+
+    def _require_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise CheckpointError(
+                f"no tokenizer.json in {self.path}; text needs one (token ids work without)"
+            )
+        return self.tokenizer
+
+    def control(
+        self,
+        *,
+        k: int | str = "auto",
+        sampling: SamplingParams | None = None,
+        seed: int = 0,
+        stop_ids: tuple = (),
+    ) -> Control:
+        """The data arguments of a step; `k` 'auto' is the drafter's trained block, within the programs' limit."""
+        limit = self.draft_limit
+        if k == "auto":
+            k = min(self.config.draft.block_size, limit) if self.config.draft else 0
+        if not isinstance(k, int) or not 0 <= k <= limit:
+            hint = (
+                f"load with more rows (up to k = {MAX_DRAFT})"
+                if self.config.draft
+                else "this checkpoint has no drafter"
+            )
+            raise UsageError(f"k is {k!r}, this program takes 0 to {limit}; {hint}")
+        block = max(k, min(self.config.draft.block_size, limit)) if self.config.draft else 0
+        return programs.make_control(
+            k, block, sampling or SamplingParams.make(temperature=0.0), seed_key(seed), stop_ids
+        )
+
+    def generate(
+        self,
+        prompt: str | Prompt | list[int],
+        *,
+        session: Session | None = None,
+        k: int | str = "auto",
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        top_k: int = 0,
+        min_p: float = 0.0,
+        seed: int = 0,
+        max_tokens: int = 256,
+        stop: tuple[str, ...] = (),
+        raw: bool = False,
+        think: str = "off",
+        system: str | None = None,
+        ignore_eos: bool = False,
+    ) -> Generation:
+        """Generates behind `prompt` (text, an encoded prompt, or token ids), in `session` if one is given.
+
+        Raises UsageError for values outside their range, CapacityError when the prompt exceeds the context.
+        """
+        if isinstance(prompt, str):
+            prompt = self.encode(prompt, raw=raw, think=think, system=system)
+        elif not isinstance(prompt, Prompt):
+            prompt = Prompt([int(token) for token in prompt], "")
+        if max_tokens < 0:
+            raise UsageError(f"max_tokens is {max_tokens}, expected 0 or more")
+        bad = next((token for token in prompt.ids if not 0 <= token < self.config.vocab_size), None)
+        if bad is not None:
+            raise UsageError(
+                f"prompt holds token id {bad}, the vocabulary has ids 0 to {self.config.vocab_size - 1}"
+            )
+        sampling = SamplingParams.make(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+        stop_ids = () if ignore_eos else (self.config.eos_token_id,)
+        control = self.control(k=k, sampling=sampling, seed=seed, stop_ids=stop_ids)
+        statistics = Statistics(k=int(control.draft_length), seed=seed)
+        session = session or self.session()
+        steps = session.generate(prompt.ids, control, max_tokens, statistics)
+        records = self._records(steps, session, prompt, tuple(stop), stop_ids, statistics)
+        return Generation(records, statistics, prompt)
+
+    def _records(
+        self,
+        steps: Iterator[TokenStep],
+        session: Session,
+        prompt: Prompt,
+        stop: tuple,
+        skip: tuple,
+        statistics: Statistics,
+    ) -> Iterator[StepRecord]:
+        """Turns token steps into text, cutting at the earliest stop string."""
+        if self.tokenizer is None:
+            if stop:
+                self._require_tokenizer()
+            for step in steps:
+                yield StepRecord(
+                    "", [], step.tokens, step.drafts, step.confidence, step.accepted, step.position
+                )
+            return
+        decoder, matcher = StreamDecoder(self.tokenizer, skip=skip), StopMatcher(stop)
+        splitter = ReasoningSplitter(prompt.thinking)
+        try:
+            for step in steps:
+                text, used = "", 0
+                for token in step.tokens:
+                    text += matcher.push(decoder.push([token]))
+                    used += 1
+                    if matcher.stopped:
+                        break
+                last = matcher.stopped or statistics.finish in ("eos", "length", "context")
+                if last and not matcher.stopped:
+                    text += matcher.push(decoder.flush()) + matcher.flush()
+                pieces = splitter.push(text) + (splitter.flush() if last else [])
+                parts = [(piece.part, piece.text) for piece in pieces]
+                if matcher.stopped:
+                    statistics.finish = "stop"
+                    statistics.generated -= len(step.tokens) - used
+                text = "".join(text for _, text in parts)
+                accepted = min(step.accepted, used)
+                yield StepRecord(
+                    text, parts, step.tokens[:used], step.drafts, step.confidence, accepted, step.position
+                )
+                if matcher.stopped:
+                    steps.close()
+                    session.rewind(step.position + used)
+                    return
+        finally:
+            steps.close()
+
+
+def load(
+    path: str | Path,
+    *,
+    context: int | None = None,
+    rows: int = DEFAULT_ROWS,
+    chunk: int = DEFAULT_CHUNK,
+    mode: str | None = None,
+    dtype: str | None = None,
+    drafter: bool = True,
+    compile_cache: bool = True,
+    progress: Callable[[str], Any] | None = None,
+) -> LanguageModel:
+    """Loads a checkpoint folder (published safetensors or a converted one) and pins its programs.
+
+    Args:
+      path: the folder.
+      context: positions kept; by default 4,096 or the checkpoint's own limit if that is smaller.
+      rows: rows of a verifying pass; k goes up to rows - 1, and to 9 at most.
+      chunk: rows of a prefill pass.
+      mode: 'exact' or 'qat' (simulated quantisation); by default what the checkpoint asks for.
+      dtype: 'float32' or 'bfloat16'; by default float32 on a CPU and bfloat16 elsewhere.
+      drafter: False leaves the drafter out (k = 0 only).
+      compile_cache: keep compiled programs on disk.
+      progress: called with a sentence at the start of each phase.
+    """
+    say = progress or (lambda sentence: None)
+    config = ModelConfig.from_file(path)
+    numerics = choose_numerics(Path(path), config, mode, dtype)
+    context = min(context or DEFAULT_CONTEXT, config.max_position_embeddings)
+    if rows < 2 or chunk < 1 or context < 2:
+        raise UsageError(f"rows {rows}, chunk {chunk}, context {context}: expected at least 2, 1 and 2")
+    say(f"loading {path}")
+    loaded = load_checkpoint(path, numerics, drafter=drafter)
+    say("compiling")
+    cache = programs.cache_folder() if compile_cache else None
+    return LanguageModel(loaded, programs.Shapes(rows, chunk, context), cache)
+
+
+def choose_numerics(path: Path, config: ModelConfig, mode: str | None, dtype: str | None) -> Numerics:
+    """Number types for this checkpoint and device; small checkpoints are decoded once, at load."""
+    if mode not in (None, "exact", "qat"):
+        raise UsageError(f"mode is {mode!r}, expected exact or qat")
+    if dtype not in (None, *DTYPES):
+        raise UsageError(f"dtype is {dtype!r}, expected {' or '.join(DTYPES)}")
+    quantise = config.simulated_quantisation if mode is None else mode == "qat"
+    kind = DTYPES[dtype] if dtype else jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+    stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return Numerics(dtype=kind, quantise=quantise, packed=stored > DECODE_AT_LOAD_BYTES)

@@ -1,0 +1,200 @@
+"""The two pinned programs of a loaded model: prefill of one chunk, and one speculative step.
+
+Knows: ahead-of-time compilation with donated state, and the on-disk cache of executables. Does not know:
+prompts, text, or when to stop. Weights are arguments of the programs, never constants inside them.
+
+A cached executable is found by a key of everything that could change it: versions, device, processor,
+configuration, number types, shapes, flags, and the source text of every file it is made from.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import os
+import pickle
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import flax
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import jaxlib
+from jax.experimental import serialize_executable
+
+import pallas_kernels
+import v4flash
+from v4flash.config import ModelConfig
+from v4flash.model.numerics import Numerics
+from v4flash.speculative.filters import SamplingParams
+from v4flash.speculative.step import Control, StepResult, Stream, draft_limit, prefill, speculative_step
+from v4flash.state import DecodeState
+
+STOP_IDS = 8
+CACHE_VARIABLE = "V4FLASH_CACHE"
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Static sizes of the programs: rows of a verifying pass, of a prefill chunk, and positions kept."""
+
+    rows: int
+    chunk: int
+    context: int
+
+    @property
+    def max_rows(self) -> int:
+        return max(self.rows, self.chunk)
+
+
+@dataclasses.dataclass
+class Programs:
+    """Compiled programs. Calling either with other shapes raises TypeError; nothing ever recompiles.
+
+    Attributes:
+      prefill: (params, decode, tokens, count, control) -> (decode, token, usable); decode is donated.
+      step: (params, stream, control) -> (stream, result); the stream is donated.
+      draft_limit: the most drafts a step verifies.
+      seconds: time spent compiling or loading them.
+      cached: whether both came from the cache.
+    """
+
+    shapes: Shapes
+    prefill: Callable
+    step: Callable
+    draft_limit: int
+    seconds: float
+    cached: bool
+
+
+def new_state(config: ModelConfig, numerics: Numerics, shapes: Shapes) -> DecodeState:
+    """An empty decoding state that fits the programs."""
+    return DecodeState.create(config, shapes.context, shapes.max_rows, numerics.dtype)
+
+
+def make_control(
+    draft_length: int, block_rows: int, sampling: SamplingParams, key: jax.Array, stop_ids: tuple[int, ...]
+) -> Control:
+    """The step's data arguments as device arrays; at most STOP_IDS stop ids."""
+    padded = list(stop_ids) + [-1] * (STOP_IDS - len(stop_ids))
+    return Control(
+        draft_length=jnp.asarray(draft_length, jnp.int32),
+        block_rows=jnp.asarray(block_rows, jnp.int32),
+        sampling=sampling,
+        key=key,
+        stop_ids=jnp.asarray(padded, jnp.int32),
+    )
+
+
+def build(
+    graphdef: nnx.GraphDef,
+    params: nnx.State,
+    config: ModelConfig,
+    numerics: Numerics,
+    shapes: Shapes,
+    cache: Path | None,
+) -> Programs:
+    """Compiles both programs, or loads them from `cache` (a folder; None switches the cache off)."""
+    started = time.perf_counter()
+    abstract = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
+    scalar = jnp.zeros((), jnp.int32)
+    control = make_control(0, 0, SamplingParams.make(), jnp.zeros((2,), jnp.uint32), ())
+    decode = jax.eval_shape(lambda: new_state(config, numerics, shapes))
+    stream = Stream(decode, scalar, scalar, scalar)
+    tokens = jnp.zeros((shapes.chunk,), jnp.int32)
+    limit = draft_limit(shapes.rows) if config.draft else 0
+
+    def run_prefill(params, decode, tokens, count, control):
+        return prefill(nnx.merge(graphdef, params), decode, tokens, count, control)
+
+    def run_step(params, stream, control):
+        return speculative_step(nnx.merge(graphdef, params), stream, control, shapes.rows)
+
+    result = StepResult(*[scalar] * len(dataclasses.fields(StepResult)))
+    jobs = {
+        "prefill": (run_prefill, (params, decode, tokens, scalar, control), 1, (decode, scalar, scalar)),
+        "step": (run_step, (params, stream, control), 1, (stream, result)),
+    }
+    key = _cache_key(config, numerics, shapes, params) if cache else ""
+    compiled, hits = {}, 0
+    for name, (function, arguments, donated, outputs) in jobs.items():
+        file = cache / f"{name}-{key}.executable" if cache else None
+        executable = _load(file, arguments, outputs) if file else None
+        hits += executable is not None
+        if executable is None:
+            traced = jax.jit(function, donate_argnums=donated).trace(*map(abstract, arguments))
+            executable = traced.lower().compile()
+            if file:
+                _store(file, executable)
+        compiled[name] = executable
+    seconds = time.perf_counter() - started
+    return Programs(shapes, compiled["prefill"], compiled["step"], limit, seconds, hits == len(jobs))
+
+
+def cache_folder() -> Path:
+    """Where executables are kept: $V4FLASH_CACHE, or v4flash under the user's cache folder."""
+    if os.environ.get(CACHE_VARIABLE):
+        return Path(os.environ[CACHE_VARIABLE])
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "v4flash"
+
+
+def _cache_key(config: ModelConfig, numerics: Numerics, shapes: Shapes, params: nnx.State) -> str:
+    device = jax.devices()[0]
+    leaves = [
+        (str(path), leaf.shape, str(leaf.dtype)) for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    ]
+    facts = [
+        jax.__version__, jaxlib.__version__, flax.__version__, device.platform, device.device_kind,
+        device.client.platform_version, _processor(), repr(config), repr(numerics), repr(shapes), repr(leaves),
+        os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), _source_digest(),
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+
+
+@functools.cache
+def _source_digest() -> str:
+    digest = hashlib.sha256()
+    for package in (v4flash, pallas_kernels):
+        for file in sorted(Path(package.__file__).parent.rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+@functools.cache
+def _processor() -> str:
+    """The processor's feature flags: XLA's CPU code is made for exactly these."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _load(file: Path, arguments: tuple, outputs: Any) -> Callable | None:
+    """The cached executable, or None if there is none or it cannot be used here."""
+    if not file.is_file():
+        return None
+    structure = jax.tree.structure((arguments, {}))
+    try:
+        return serialize_executable.deserialize_and_load(
+            file.read_bytes(), structure, jax.tree.structure(outputs)
+        )
+    except (ValueError, RuntimeError, pickle.UnpicklingError, EOFError, TypeError):
+        file.unlink(missing_ok=True)
+        return None
+
+
+def _store(file: Path, executable: Any) -> None:
+    """Writes an executable under a temporary name, then renames it; a full or read-only disk is no error."""
+    try:
+        payload, _, _ = serialize_executable.serialize(executable)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as temporary:
+            temporary.write(payload)
+        os.replace(temporary.name, file)
+    except (OSError, ValueError, RuntimeError):
+        return

@@ -1,0 +1,211 @@
+"""A conversation's tokens and the device state that belongs to them.
+
+Knows: prefill of what is new, the pinned loop that reads tokens one step late, rewinding, copying. Does not
+know: text. Between generations every token but the last is committed to the device state; the last one is
+the anchor of the next step.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from v4flash.engine.programs import Programs
+from v4flash.engine.statistics import Statistics
+from v4flash.errors import CapacityError, UsageError, V4FlashError
+from v4flash.speculative.step import RUNNING, STOPPED, Control, StepResult, Stream
+from v4flash.state import DecodeState
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenStep:
+    """Tokens that became final together.
+
+    Attributes:
+      tokens: the emitted ids; those before the last were drafted and accepted, the last is the target's own.
+      drafts: the drafted ids that were verified.
+      confidence: the drafter's predicted acceptance of each of them.
+      accepted: how many drafts were accepted.
+      position: absolute position of the first emitted token.
+    """
+
+    tokens: list[int]
+    drafts: list[int]
+    confidence: list[float]
+    accepted: int
+    position: int
+
+
+class Session:
+    """One stream of tokens. Not thread-safe; copy it to branch.
+
+    Attributes:
+      tokens: all token ids so far, prompts and generated ones.
+    """
+
+    def __init__(self, programs: Programs, params, empty_state: DecodeState):
+        self.tokens: list[int] = []
+        self._programs = programs
+        self._params = params
+        self._state = empty_state
+        self._committed = 0
+        self._reach = 0  # one past the highest position ever written
+
+    def copy(self) -> "Session":
+        """An independent session with the same tokens and state."""
+        other = Session(self._programs, self._params, jax.tree.map(jnp.copy, self._state))
+        other.tokens = list(self.tokens)
+        other._committed, other._reach = self._committed, self._reach
+        return other
+
+    @property
+    def context(self) -> int:
+        """Positions this session can hold."""
+        return self._programs.shapes.context
+
+    @property
+    def state(self) -> DecodeState:
+        """The device state of the committed tokens."""
+        return self._state
+
+    def rewind(self, length: int) -> None:
+        """Forgets all tokens from position `length` on.
+
+        Costs nothing while at most `max_rows - 1` positions are dropped since the furthest one ever written;
+        beyond that the caches' rings have moved on and the remaining tokens are prefilled again when needed.
+        """
+        if not 0 <= length <= len(self.tokens):
+            raise UsageError(f"cannot rewind to {length}: the session holds {len(self.tokens)} tokens")
+        del self.tokens[length:]
+        kept = min(self._committed, max(length - 1, 0))
+        if self._reach - kept > self._programs.shapes.max_rows - 1:
+            kept = 0
+        self._set_committed(kept)
+
+    def _set_committed(self, count: int) -> None:
+        self._committed = count
+        if count == 0:
+            self._reach = 0
+        self._state = self._state.replace(length=jnp.asarray(count, jnp.int32))
+
+    def prefill(self, control: Control) -> tuple[jax.Array, jax.Array]:
+        """Commits every token not yet committed; returns the token drawn behind them and its usable flag."""
+        pending = self.tokens[self._committed :]
+        if not pending:
+            raise UsageError("nothing to continue from: the prompt is empty")
+        chunk = self._programs.shapes.chunk
+        drawn = usable = None
+        for start in range(0, len(pending), chunk):
+            part = pending[start : start + chunk]
+            tokens = jnp.asarray(part + [0] * (chunk - len(part)), jnp.int32)
+            count = jnp.asarray(len(part), jnp.int32)
+            self._state, drawn, usable = self._programs.prefill(
+                self._params, self._state, tokens, count, control
+            )
+        self._committed = len(self.tokens)
+        self._reach = max(self._reach, self._committed)
+        return drawn, usable
+
+    def generate(
+        self, prompt: Sequence[int], control: Control, max_tokens: int, statistics: Statistics
+    ) -> Iterator[TokenStep]:
+        """Appends `prompt`, then yields steps until a stop id, the limit or the context's end.
+
+        Closing the iterator early leaves the session at the last step yielded, ready for use. Figures are
+        written to `statistics` as they become known.
+        """
+        room = self.context - len(self.tokens) - len(prompt)
+        if room < 0:
+            raise CapacityError(
+                f"prompt has {len(self.tokens) + len(prompt):,} tokens, context is {self.context:,}; "
+                "shorten the prompt or raise --ctx"
+            )
+        self.tokens.extend(int(token) for token in prompt)
+        budget = min(max_tokens, room)
+        at_limit = "length" if max_tokens <= room else "context"
+        statistics.prompt_tokens = len(self.tokens) - self._committed
+        if budget == 0:
+            statistics.finish = at_limit
+            return
+        started = time.perf_counter()
+        drawn, usable = self.prefill(control)
+        first = int(jax.device_get(drawn))
+        first_at = time.perf_counter()
+        statistics.prefill_seconds = first_at - started
+        self._require(bool(jax.device_get(usable)))
+        stop_ids = set(jax.device_get(control.stop_ids).tolist())
+        self.tokens.append(first)
+        statistics.generated = 1
+        stopped = first in stop_ids
+        statistics.finish = "eos" if stopped else at_limit if budget == 1 else "interrupted"
+        yield TokenStep([first], [], [], 0, len(self.tokens) - 1)
+        if stopped or budget == 1:
+            return
+        yield from self._steps(first, control, budget - 1, at_limit, statistics, first_at)
+
+    def _steps(
+        self,
+        first: int,
+        control: Control,
+        remaining: int,
+        at_limit: str,
+        statistics: Statistics,
+        first_at: float,
+    ) -> Iterator[TokenStep]:
+        """The pinned loop. Step n + 1 is dispatched before step n is read, so the device never waits."""
+        scalar = lambda value: jnp.asarray(value, jnp.int32)  # noqa: E731
+        stream = Stream(self._state, scalar(first), scalar(remaining), scalar(RUNNING))
+        in_flight: list[StepResult] = []
+        finish, last_at = RUNNING, first_at
+        try:
+            while finish == RUNNING:
+                with jax.no_tracing(), jax.transfer_guard("disallow"):
+                    while len(in_flight) < 2:
+                        stream, result = self._programs.step(self._params, stream, control)
+                        in_flight.append(result)
+                    result = jax.device_get(in_flight.pop(0))
+                now = time.perf_counter()
+                statistics.step_seconds.append(now - last_at)
+                last_at = now
+                statistics.decode_seconds = now - first_at
+                step = self._read(result, statistics)
+                finish = int(result.finish)
+                if finish != RUNNING:
+                    statistics.finish = "eos" if finish == STOPPED else at_limit
+                yield step
+        finally:
+            self._settle(stream, in_flight)
+
+    def _read(self, result: StepResult, statistics: Statistics) -> TokenStep:
+        """Takes one step's result into the session."""
+        self._require(bool(result.usable))
+        emitted, drafted = int(result.emitted), int(result.drafted)
+        accepted = min(int(result.accepted), emitted)
+        position = len(self.tokens)
+        tokens = result.tokens[:emitted].tolist()
+        self.tokens.extend(tokens)
+        self._committed += emitted
+        self._reach = max(self._reach, self._committed - emitted + drafted + 1)
+        statistics.record(emitted, int(result.accepted), drafted)
+        return TokenStep(
+            tokens, result.drafts[:drafted].tolist(), result.confidence[:drafted].tolist(), accepted, position
+        )
+
+    def _settle(self, stream: Stream, in_flight: list[StepResult]) -> None:
+        """Takes back the device state and drops what steps in flight added beyond the tokens yielded."""
+        ahead = sum(int(jax.device_get(result.emitted)) for result in in_flight)
+        self._state = stream.decode
+        device_length = self._committed + ahead
+        rows = self._programs.shapes.rows
+        self._reach = max(self._reach, device_length + (rows if ahead else 0))
+        if ahead:
+            self._set_committed(self._committed)
+
+    def _require(self, usable: bool) -> None:
+        if not usable:
+            raise V4FlashError(
+                f"non-finite logits behind token {len(self.tokens)}: the checkpoint or its caches hold NaN or "
+                "infinity; check the weights with `v4flash inspect`"
+            )
