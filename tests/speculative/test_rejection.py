@@ -164,15 +164,16 @@ def sample_texts(seeds, params, judging_params, greedy_draft, depth, rule, fresh
     def step(carry, _):
         seed, text, length, anchor, first = carry
         key = jnp.where(fresh, round_key(seed, length), seed)
-        token, drafts, laws = anchor, [], []
-        for i in range(K):
-            previous, logits = token, next_rows(token, DRAFT)
+
+        def draft(previous, i):
+            logits = next_rows(previous, DRAFT)
             drawn, _ = propose(logits, params, key, length + i)
             best = jnp.argmax(logits).astype(jnp.int32)
+            law = jnp.where(greedy_draft, jax.nn.one_hot(best, V), judged[previous])
             token = jnp.where(greedy_draft, best, drawn)
-            laws.append(jnp.where(greedy_draft, jax.nn.one_hot(best, V), judged[previous]))
-            drafts.append(token)
-        drafts, laws = jnp.stack(drafts), jnp.stack(laws)
+            return token, (token, law)
+
+        _, (drafts, laws) = jax.lax.scan(draft, anchor, jnp.arange(K))
         adaptive = jnp.where(drafts[0] % 2 == 1, 1, jnp.where(drafts[1] < 4, 2, 3))
         live = jnp.where(depth == 4, adaptive, depth)
         logits = next_rows(jnp.concatenate([anchor[None], drafts]), TARGET)
