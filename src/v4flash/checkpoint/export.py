@@ -66,7 +66,7 @@ def save_published(
         return _write_shards(folder, published_tensors(config, arrays), max_shard_bytes)
 
 
-def published_tensors(config: ModelConfig, arrays: Mapping[names.Path, jax.Array]) -> Iterator[Tensor]:
+def published_tensors(config: ModelConfig, arrays: Mapping[names.ModulePath, jax.Array]) -> Iterator[Tensor]:
     """Every published tensor of {path: array}, quantised where the arrays are decoded, in module order."""
     for parameter in parameters(config):
         if parameter.storage == "map" or (parameter.storage == "scale" and parameter.path not in arrays):
@@ -77,7 +77,7 @@ def published_tensors(config: ModelConfig, arrays: Mapping[names.Path, jax.Array
 
 def _packed(
     parameter: Parameter, arrays: Mapping, config: ModelConfig
-) -> Iterator[tuple[names.Path, np.ndarray]]:
+) -> Iterator[tuple[names.ModulePath, np.ndarray]]:
     """(path, packed array) of a parameter; a decoded weight also gives its scales."""
     path = parameter.path
     if path not in arrays:
@@ -109,7 +109,7 @@ def encode(storage: str, block: int, weight: jax.Array) -> tuple[jax.Array, jax.
 
 
 def _split(
-    parameter: Parameter, path: names.Path, value: np.ndarray, config: ModelConfig
+    parameter: Parameter, path: names.ModulePath, value: np.ndarray, config: ModelConfig
 ) -> Iterator[Tensor]:
     lead = value.shape[0] if parameter.stacked else 1
     known = inventory(config)

@@ -72,7 +72,8 @@ class Inspection:
         lines = [
             f"{self.path}",
             f"  {self.family}, {size['layers']} layers of width {size['hidden_size']:,}, "
-            f"{size['experts']} experts ({size['experts_per_token']} a token), {size['vocab_size']:,} token ids",
+            f"{size['experts']} experts ({size['experts_per_token']} a token), "
+            f"vocabulary {size['vocab_size']:,}",
             f"  {self.tensors:,} tensors, {self.data_bytes:,} bytes ({self.data_bytes / 1e9:.2f} GB)"
             + ("" if self.source != "config" else ", from the configuration alone"),
             f"  drafter: {self._drafter_text()}",

@@ -57,7 +57,7 @@ class Parameter:
       dtype: number type of the array in packed form.
     """
 
-    path: names.Path
+    path: names.ModulePath
     storage: str
     published: tuple[PublishedTensor, ...]
     shape: tuple[int, ...]
@@ -71,7 +71,7 @@ class Parameter:
 @functools.lru_cache(maxsize=8)
 def abstract_model(
     config: ModelConfig, numerics: Numerics
-) -> tuple[nnx.GraphDef, tuple[tuple[names.Path, nnx.Variable], ...]]:
+) -> tuple[nnx.GraphDef, tuple[tuple[names.ModulePath, nnx.Variable], ...]]:
     """Structure of a model without its weights: the graph, and (path, variable of shape and type) pairs."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: Model(config, numerics)))
     return graphdef, tuple(nnx.to_flat_state(state))
@@ -99,7 +99,7 @@ def is_ignored(name: str, config: ModelConfig) -> bool:
     return config.vision_bias and _VISION.fullmatch(name) is not None
 
 
-def _parameter(path: names.Path, variable: nnx.Variable, config: ModelConfig) -> Parameter:
+def _parameter(path: names.ModulePath, variable: nnx.Variable, config: ModelConfig) -> Parameter:
     value: jax.ShapeDtypeStruct = variable.get_value()
     storage, dtype = _storage(path, value.dtype)
     lead = value.shape[0] if names.is_stacked(path) else 1
@@ -114,7 +114,7 @@ def _parameter(path: names.Path, variable: nnx.Variable, config: ModelConfig) ->
     return Parameter(path, storage, published, value.shape, value.dtype)
 
 
-def _storage(path: names.Path, dtype: jnp.dtype) -> tuple[str, str]:
+def _storage(path: names.ModulePath, dtype: jnp.dtype) -> tuple[str, str]:
     """(storage, published dtype name) of a parameter in packed form."""
     if path[-1] == "token_map":
         return "map", "I32"

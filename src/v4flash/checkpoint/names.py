@@ -21,14 +21,14 @@ import re
 
 from v4flash.config import V4, V41
 
-Path = tuple[str | int, ...]
+ModulePath = tuple[str | int, ...]
 _HYPER = re.compile(r"(hc_attn|hc_ffn|hc_head)_(fn|base|scale)")
 _EXPERT = re.compile(r"(.*\.ffn\.experts)\.(\d+)\.(.*)")
 _MARKOV = {V4: {"embed": "markov_w1", "head": "markov_w2"}, V41: {"embed": "embed", "head": "head"}}
 _EXPERT_SLOT = "{}"
 
 
-def name_template(path: Path, family: str) -> str:
+def name_template(path: ModulePath, family: str) -> str:
     """The published name of a parameter; for stacked experts, with `{}` in place of the expert's number."""
     room, *rest = path
     parts = [str(part) for part in rest]
@@ -47,12 +47,12 @@ def name_template(path: Path, family: str) -> str:
     return ".".join(parts)
 
 
-def is_stacked(path: Path) -> bool:
+def is_stacked(path: ModulePath) -> bool:
     """Whether a parameter stacks one published tensor per routed expert on its leading axis."""
     return "experts" in path
 
 
-def published_names(path: Path, family: str, experts: int) -> tuple[str, ...]:
+def published_names(path: ModulePath, family: str, experts: int) -> tuple[str, ...]:
     """Every published tensor of a parameter: one, or `experts` of them in order for stacked experts."""
     template = name_template(path, family)
     if not is_stacked(path):
@@ -61,7 +61,7 @@ def published_names(path: Path, family: str, experts: int) -> tuple[str, ...]:
     return tuple(f"{before}{expert}{after}" for expert in range(experts))
 
 
-def parameter_of(name: str, family: str) -> tuple[Path, int | None]:
+def parameter_of(name: str, family: str) -> tuple[ModulePath, int | None]:
     """The module path a published name would have, and the expert's number (the inverse mapping)."""
     expert = None
     if found := _EXPERT.fullmatch(name):
