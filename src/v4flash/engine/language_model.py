@@ -68,8 +68,15 @@ class StepRecord:
 class Generation:
     """An iterator of StepRecords; `statistics` and `text` are complete once it is exhausted."""
 
-    def __init__(self, records: Iterator[StepRecord], statistics: Statistics, prompt: Prompt):
+    def __init__(
+        self,
+        records: Iterator[StepRecord],
+        statistics: Statistics,
+        prompt: Prompt,
+        splitter: ReasoningSplitter,
+    ):
         self._records = records
+        self._splitter = splitter
         self.statistics = statistics
         self.prompt = prompt
         self.tokens: list[int] = []
@@ -88,6 +95,11 @@ class Generation:
             else:
                 self.text += text
         return record
+
+    @property
+    def reasoning_open(self) -> bool:
+        """True while the text so far ends inside the reasoning."""
+        return self._splitter.unfinished
 
     def close(self) -> None:
         """Ends the generation; its session keeps what was yielded."""
@@ -125,15 +137,19 @@ class LanguageModel:
         )
 
     def encode(
-        self, text: str, *, raw: bool = False, think: str = "off", system: str | None = None
+        self,
+        text: str,
+        *,
+        raw: bool = False,
+        think: str = "off",
+        system: str | None = None,
+        encoding: str | None = None,
     ) -> Prompt:
         """The prompt's ids: plain text behind the begin token (raw), or one user message in the chat encoding."""
         tokenizer = self._require_tokenizer()
-        if raw:
-            return Prompt([tokenizer.bos_id, *tokenizer.encode_text(text)], text)
-        encoding = ChatEncoding.for_checkpoint(self.path, self.config.family)
-        segments = encoding.render(conversation(text, system), think)
-        return Prompt(encode_segments(tokenizer, segments), segments_text(segments), think != "off")
+        return encode_prompt(
+            tokenizer, self.path, self.config, text, raw=raw, think=think, system=system, encoding=encoding
+        )
 
     def _require_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
@@ -205,17 +221,18 @@ class LanguageModel:
         statistics = Statistics(k=int(control.draft_length), seed=seed)
         session = session or self.session()
         steps = session.generate(prompt.ids, control, max_tokens, statistics)
-        records = self._records(steps, session, prompt, tuple(stop), stop_ids, statistics)
-        return Generation(records, statistics, prompt)
+        splitter = ReasoningSplitter(prompt.thinking)
+        records = self._records(steps, session, tuple(stop), stop_ids, statistics, splitter)
+        return Generation(records, statistics, prompt, splitter)
 
     def _records(
         self,
         steps: Iterator[TokenStep],
         session: Session,
-        prompt: Prompt,
         stop: tuple,
         skip: tuple,
         statistics: Statistics,
+        splitter: ReasoningSplitter,
     ) -> Iterator[StepRecord]:
         """Turns token steps into text, cutting at the earliest stop string."""
         if self.tokenizer is None:
@@ -226,8 +243,9 @@ class LanguageModel:
                     "", [], step.tokens, step.drafts, step.confidence, step.accepted, step.position
                 )
             return
-        decoder, matcher = StreamDecoder(self.tokenizer, skip=skip), StopMatcher(stop)
-        splitter = ReasoningSplitter(prompt.thinking)
+        # Embedding rows past the tokenizer's last id are padding: they have no text.
+        silent = (*skip, *range(self.tokenizer.vocab_size, self.config.vocab_size))
+        decoder, matcher = StreamDecoder(self.tokenizer, skip=silent), StopMatcher(stop)
         try:
             for step in steps:
                 text, used = "", 0
@@ -255,6 +273,29 @@ class LanguageModel:
                     return
         finally:
             steps.close()
+
+
+def encode_prompt(
+    tokenizer: Tokenizer,
+    path: Path,
+    config: ModelConfig,
+    text: str,
+    *,
+    raw: bool = False,
+    think: str = "off",
+    system: str | None = None,
+    encoding: str | None = None,
+) -> Prompt:
+    """The prompt of one message for the checkpoint at `path`, without loading it.
+
+    Args: raw, plain text behind the begin token instead of a conversation; think and system, of the
+    conversation; encoding, one of `v4flash.text.ENCODINGS` instead of the checkpoint's own.
+    """
+    if raw:
+        return Prompt([tokenizer.bos_id, *tokenizer.encode_text(text)], text)
+    chat = ChatEncoding.for_checkpoint(path, config.family, encoding)
+    segments = chat.render(conversation(text, system), think)
+    return Prompt(encode_segments(tokenizer, segments), segments_text(segments), think != "off")
 
 
 def load(
@@ -303,5 +344,5 @@ def choose_numerics(path: Path, config: ModelConfig, mode: str | None, dtype: st
         raise UsageError(f"dtype is {dtype!r}, expected {' or '.join(DTYPES)}")
     quantise = config.simulated_quantisation if mode is None else mode == "qat"
     kind = DTYPES[dtype] if dtype else jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
-    stored = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    stored = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     return Numerics(dtype=kind, quantise=quantise, packed=stored > DECODE_AT_LOAD_BYTES)

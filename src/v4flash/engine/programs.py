@@ -100,7 +100,6 @@ def build(
 ) -> Programs:
     """Compiles both programs, or loads them from `cache` (a folder; None switches the cache off)."""
     started = time.perf_counter()
-    abstract = functools.partial(jax.tree.map, lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype))
     scalar = jnp.zeros((), jnp.int32)
     control = make_control(0, 0, SamplingParams.make(), jnp.zeros((2,), jnp.uint32), ())
     decode = jax.eval_shape(lambda: new_state(config, numerics, shapes))
@@ -119,20 +118,45 @@ def build(
         "prefill": (run_prefill, (params, decode, tokens, scalar, control), 1, (decode, scalar, scalar)),
         "step": (run_step, (params, stream, control), 1, (stream, result)),
     }
-    key = _cache_key(config, numerics, shapes, params) if cache else ""
-    compiled, hits = {}, 0
-    for name, (function, arguments, donated, outputs) in jobs.items():
-        file = cache / f"{name}-{key}.executable" if cache else None
-        executable = _load(file, arguments, outputs) if file else None
-        hits += executable is not None
-        if executable is None:
-            traced = jax.jit(function, donate_argnums=donated).trace(*map(abstract, arguments))
-            executable = traced.lower().compile()
-            if file:
-                _store(file, executable)
-        compiled[name] = executable
+    facts = (repr(config), repr(numerics), repr(shapes))
+    compiled = {
+        name: executable(name, function, arguments, outputs, donated, facts, cache)
+        for name, (function, arguments, donated, outputs) in jobs.items()
+    }
     seconds = time.perf_counter() - started
-    return Programs(shapes, compiled["prefill"], compiled["step"], limit, seconds, hits == len(jobs))
+    prefill_run, step_run = compiled["prefill"], compiled["step"]
+    return Programs(shapes, prefill_run[0], step_run[0], limit, seconds, prefill_run[1] and step_run[1])
+
+
+def executable(
+    name: str,
+    function: Callable,
+    arguments: tuple,
+    outputs: Any,
+    donated: int | tuple[int, ...],
+    facts: tuple[str, ...],
+    cache: Path | None,
+) -> tuple[Callable, bool]:
+    """Compiles `function` for arguments of these shapes, or loads it from `cache`; True if it was loaded.
+
+    Args:
+      name: beginning of the cached file's name.
+      arguments: one pytree of arrays or ShapeDtypeStructs for each parameter, the weights first.
+      outputs: any pytree with the structure of the result.
+      donated: indices of arguments whose memory the result may take over.
+      facts: whatever else the compiled code depends on, for the key.
+      cache: a folder; None neither reads nor writes.
+    """
+    key = _cache_key((name, *facts), arguments) if cache else ""
+    file = cache / f"{name}-{key}.executable" if cache else None
+    found = _load(file, arguments, outputs) if file else None
+    if found is not None:
+        return found, True
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    compiled = jax.jit(function, donate_argnums=donated).trace(*abstract).lower().compile()
+    if file:
+        _store(file, compiled)
+    return compiled, False
 
 
 def cache_folder() -> Path:
@@ -142,25 +166,30 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "v4flash"
 
 
-def _cache_key(config: ModelConfig, numerics: Numerics, shapes: Shapes, params: nnx.State) -> str:
+def _cache_key(facts: tuple[str, ...], arguments: tuple) -> str:
     device = jax.devices()[0]
     leaves = [
-        (str(path), leaf.shape, str(leaf.dtype)) for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+        (str(path), leaf.shape, str(leaf.dtype))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(arguments)
     ]
-    facts = [
+    parts = [
         jax.__version__, jaxlib.__version__, flax.__version__, device.platform, device.device_kind,
-        device.client.platform_version, _processor(), repr(config), repr(numerics), repr(shapes), repr(leaves),
+        device.client.platform_version, _processor(), *facts, repr(leaves),
         os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), _source_digest(),
     ]  # fmt: skip
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
 @functools.cache
 def _source_digest() -> str:
+    """Digest of the source files whose functions are compiled; commands and text do not enter a program."""
+    package, kernels = Path(v4flash.__file__).parent, Path(pallas_kernels.__file__).parent
+    files = [package / "config.py", package / "state.py", Path(__file__), *kernels.rglob("*.py")]
+    for room in ("model", "speculative", "fidelity"):
+        files += (package / room).rglob("*.py")
     digest = hashlib.sha256()
-    for package in (v4flash, pallas_kernels):
-        for file in sorted(Path(package.__file__).parent.rglob("*.py")):
-            digest.update(file.read_bytes())
+    for file in sorted(files):
+        digest.update(file.read_bytes())
     return digest.hexdigest()
 
 

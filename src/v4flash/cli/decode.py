@@ -1,0 +1,322 @@
+"""`v4flash decode`: one prompt in, streamed text out, one line of figures at the end.
+
+Knows: options, and which of them contradict each other. Does not know: how text is generated (engine), or how
+figures look (terminal).
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from v4flash.cli import options as shared
+from v4flash.cli.options import add, one_of, whole
+from v4flash.cli.terminal import Messages, Printer, closing_line
+from v4flash.errors import CapacityError, UsageError
+
+NAME = "decode"
+HELP = "decode one prompt: text to standard output, everything else to standard error"
+SCHEMA = 1
+MAX_DRAFT = 9
+DEFAULT_ROWS, MORE_ROWS = 8, 16
+
+
+def _k(text: str) -> int | str:
+    return "auto" if text == "auto" else whole(0)(text)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declares the options. Values: command line, then environment (names in brackets), then defaults."""
+    shared.add_checkpoint(parser)
+    prompt = parser.add_argument_group("prompt")
+    prompt.add_argument("--prompt", metavar="TEXT|-", help="the prompt; - reads standard input")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="read the prompt from a UTF-8 file, as it is")
+    prompt.add_argument(
+        "--raw", action="store_true", help="continue plain text; otherwise it is a chat message"
+    )
+    prompt.add_argument("--system", metavar="TEXT", help="system message of the chat")
+    prompt.add_argument(
+        "--think",
+        default="off",
+        metavar="off|on|LEVEL",
+        help="reasoning before the answer, such as on or max",
+    )
+    prompt.add_argument("--encoding", metavar="NAME", help="chat encoding, instead of the checkpoint's own")
+    prompt.add_argument("--show-prompt", action="store_true", help="print what is encoded, and its token ids")
+    drafting = parser.add_argument_group("speculation")
+    add(
+        drafting,
+        "--k",
+        help=f"drafts verified in a step, 0 to {MAX_DRAFT}; auto is the drafter's trained block",
+        default="auto",
+        type=_k,
+        metavar="N|auto",
+    )
+    add(
+        drafting,
+        "--rows",
+        help=f"rows of a verifying pass: k goes up to rows - 1 (default: {DEFAULT_ROWS}, or {MORE_ROWS} for k 8, 9)",
+        type=whole(2),
+        metavar="N",
+    )
+    sampling = parser.add_argument_group("sampling")
+    add(sampling, "--temperature", help="0 is greedy", default=0.0, type=_number, metavar="T")
+    add(sampling, "--top-p", help="1 is off", default=1.0, type=_number, metavar="P")
+    add(sampling, "--top-k", help="0 is off", default=0, type=whole(0), metavar="N")
+    add(sampling, "--min-p", help="0 is off", default=0.0, type=_number, metavar="P")
+    add(sampling, "--seed", help="same seed, same text", default=0, type=whole(0, 2**64 - 1), metavar="N")
+    ending = parser.add_argument_group("ending")
+    add(ending, "--max-tokens", help="new tokens at most", default=256, type=whole(0), metavar="N")
+    ending.add_argument(
+        "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
+    )
+    ending.add_argument("--ignore-eos", action="store_true", help="go on behind the end token")
+    running = parser.add_argument_group("running")
+    add(
+        running,
+        "--ctx",
+        help="positions kept (default: 4096, or the checkpoint's limit)",
+        type=whole(2),
+        metavar="N",
+    )
+    add(running, "--chunk", help="prompt tokens in one pass", default=128, type=whole(1), metavar="N")
+    add(running, "--backend", help="bodies of the operations", default="auto", **one_of(*shared.BACKENDS))
+    shared.add_numbers(running, None)
+    shared.add_device(running)
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="one JSON document on standard output, no text")
+    output.add_argument("--quiet", action="store_true", help="nothing on standard error but warnings")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Decodes once."""
+    text = prompt_text(options)
+    if any(not stop for stop in options.stop):
+        raise UsageError("a stop string is empty; give at least one character, or leave --stop out")
+    if options.backend == "fused":
+        raise UsageError("this build has no fused bodies; use --backend xla or leave the option out")
+    path = shared.checkpoint_folder(options.ckpt) if options.ckpt else shared.demo_folder()
+    messages = Messages(options.quiet)
+
+    from v4flash.cli import device as devices
+
+    device = devices.choose(options.device)
+    from v4flash.config import ModelConfig
+    from v4flash.engine import language_model, programs
+    from v4flash.speculative.filters import SamplingParams
+    from v4flash.text import Tokenizer
+
+    config = ModelConfig.from_file(path)
+    SamplingParams.make(
+        temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, min_p=options.min_p
+    )
+    rows, k = pass_rows(options.k, options.rows, config.draft is not None)
+    if config.draft and k is not None and k > config.draft.block_size:
+        messages.say(past_block(k, config.draft.block_size))
+    k = min(config.draft.block_size if config.draft else 0, rows - 1, MAX_DRAFT) if k is None else k
+    tokenizer = Tokenizer.from_dir(path)
+    prompt = language_model.encode_prompt(
+        tokenizer, path, config, text,
+        raw=options.raw, think=options.think, system=options.system, encoding=options.encoding,
+    )  # fmt: skip
+    if options.show_prompt:
+        print(tokenizer.decode(prompt.ids), file=sys.stderr)
+        print(f"{len(prompt.ids)} ids: {' '.join(map(str, prompt.ids))}", file=sys.stderr, flush=True)
+    context = min(options.ctx or language_model.DEFAULT_CONTEXT, config.max_position_embeddings)
+    if options.ctx and context < options.ctx:
+        messages.say(
+            f"--ctx {options.ctx:,} is more than the checkpoint's {context:,} positions: using {context:,}"
+        )
+    if len(prompt.ids) > context:
+        raise CapacityError(
+            f"prompt has {len(prompt.ids):,} tokens, context is {context:,}; shorten the prompt or raise --ctx"
+        )
+    numerics = language_model.choose_numerics(path, config, options.mode, options.dtype)
+    mode = "qat" if numerics.quantise else "exact"
+    dtype = numerics.dtype.__name__
+    backend = "xla" if options.backend == "xla" else "xla (auto: this build has no fused bodies)"
+    cache = "off" if options.no_compile_cache else str(programs.cache_folder())
+    messages.say(
+        f"{path}: {config.family}, {dtype}, {mode} | {device} | backend {backend} | "
+        f"k {k}, {rows} rows, context {context:,} | compile cache {cache}"
+    )
+    if device.remark:
+        messages.say(device.remark)
+
+    model = language_model.load(
+        path,
+        context=context,
+        rows=rows,
+        chunk=options.chunk,
+        mode=options.mode,
+        dtype=options.dtype,
+        compile_cache=not options.no_compile_cache,
+        progress=messages.progress,
+    )
+    generation = model.generate(
+        prompt,
+        k=k,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        top_k=options.top_k,
+        min_p=options.min_p,
+        seed=options.seed,
+        max_tokens=options.max_tokens,
+        stop=tuple(options.stop),
+        ignore_eos=options.ignore_eos,
+    )
+    interrupted = stream(generation, None if options.json else Printer(options.quiet), messages)
+    peak = devices.peak_bytes()
+    figures = generation.statistics.to_json()
+    if generation.reasoning_open and prompt.thinking and figures["finish"] in ("length", "context"):
+        which = "--max-tokens" if figures["finish"] == "length" else "--ctx"
+        messages.say(f"the limit came before the reasoning ended; raise {which} to see an answer")
+    messages.say(
+        closing_line(
+            figures,
+            compile_seconds=model.programs.seconds,
+            cached=model.programs.cached,
+            peak=peak,
+            device=device.platform,
+            backend="xla",
+        )
+    )
+    if options.json:
+        document = {
+            "schema": SCHEMA,
+            "text": generation.text,
+            "reasoning": generation.reasoning,
+            "reasoning_complete": not generation.reasoning_open,
+            "token_ids": generation.tokens,
+            "prompt": {"text": prompt.text, "token_ids": prompt.ids},
+            "statistics": figures,
+            "checkpoint": {"path": str(path), "family": config.family},
+            "settings": {
+                "k": k,
+                "rows": rows,
+                "context": context,
+                "chunk": options.chunk,
+                "backend": "xla",
+                "mode": mode,
+                "dtype": dtype,
+                "temperature": options.temperature,
+                "top_p": options.top_p,
+                "top_k": options.top_k,
+                "min_p": options.min_p,
+                "seed": options.seed,
+                "max_tokens": options.max_tokens,
+                "stop": options.stop,
+                "ignore_eos": options.ignore_eos,
+                "raw": options.raw,
+                "think": options.think,
+                "system": options.system,
+            },
+            "compile": {"seconds": model.programs.seconds, "cached": model.programs.cached},
+            "peak_bytes": peak,
+            "device": {"platform": device.platform, "kind": device.kind},
+            "versions": versions(),
+        }
+        print(json.dumps(document, ensure_ascii=False, indent=1), flush=True)
+    if interrupted:
+        raise KeyboardInterrupt
+    return 0
+
+
+def stream(generation, printer: Printer | None, messages: Messages) -> bool:
+    """Prints what is accepted while it comes; True if Ctrl-C ended it."""
+    interrupted = False
+    messages.progress("reading the prompt")
+    try:
+        for record in generation:
+            for kind, text in record.parts if printer else ():
+                messages.clear()
+                printer.write(kind, text)
+    except KeyboardInterrupt:
+        generation.close()
+        interrupted = True
+    finally:
+        messages.clear()
+        if printer:
+            printer.finish()
+    return interrupted
+
+
+def prompt_text(options: argparse.Namespace) -> str:
+    """The prompt from --prompt, --prompt-file, or a pipe. Raises UsageError for none, two, or no UTF-8."""
+    if options.raw:
+        for name in ("system", "encoding"):
+            if getattr(options, name) is not None:
+                raise UsageError(
+                    f"--raw continues plain text, so it takes no --{name}; leave one of them out"
+                )
+        if options.think != "off":
+            raise UsageError("--raw continues plain text, so it takes no --think; leave one of them out")
+    if options.prompt is not None and options.prompt_file is not None:
+        raise UsageError("--prompt and --prompt-file were both given; leave one of them out")
+    if options.prompt not in (None, "-"):
+        return options.prompt
+    if options.prompt_file is not None:
+        file = Path(options.prompt_file)
+        try:
+            return _utf8(file.read_bytes(), str(file))
+        except OSError as error:
+            raise UsageError(f"cannot read {file} ({error.strerror}); give a text file") from None
+    hint = 'no prompt; pass --prompt "TEXT", --prompt - to read standard input, or --prompt-file FILE'
+    if options.prompt is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise UsageError(hint)
+    binary = getattr(sys.stdin, "buffer", None)
+    text = _utf8(binary.read(), "standard input") if binary else sys.stdin.read()
+    if options.prompt is None and not text:
+        raise UsageError(hint)
+    return text
+
+
+def _utf8(data: bytes, where: str) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{where} is not valid UTF-8 (byte {error.start}); save it as UTF-8") from None
+
+
+def pass_rows(k: int | str, rows: int | None, has_drafter: bool) -> tuple[int, int | None]:
+    """Rows of a verifying pass and the wanted k (None for auto). Raises UsageError past the program's limit."""
+    if k == "auto":
+        return rows or DEFAULT_ROWS, None
+    if k > 0 and not has_drafter:
+        raise UsageError(f"k is {k}, but this checkpoint has no drafter; use --k 0")
+    if k > MAX_DRAFT:
+        raise UsageError(
+            f"k is {k}, the limit is {MAX_DRAFT} (with --rows {MORE_ROWS}); choose 0 to {MAX_DRAFT}"
+        )
+    if rows is not None and k > rows - 1:
+        raise UsageError(
+            f"k is {k}, the limit of a program with {rows} rows is {rows - 1}; use --rows {MORE_ROWS}"
+        )
+    return rows or (DEFAULT_ROWS if k < DEFAULT_ROWS else MORE_ROWS), k
+
+
+def past_block(k: int, block: int) -> str:
+    """The note for a k that the drafter was not trained for."""
+    places = f"position {k}" if k == block + 1 else f"positions {block + 1}-{k}"
+    return f"k={k} goes past the trained block of {block}; watch {places} in the acceptance line"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what decides the result."""
+    import importlib.metadata
+    import platform
+
+    found = {"python": platform.python_version()}
+    for name in ("v4flash", "jax", "jaxlib", "flax"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "not installed as a package"
+    return found
