@@ -123,7 +123,8 @@ def fp4_entry_round_trip(x: jax.Array, group: int) -> jax.Array:
 
 def hadamard_transform(x: jax.Array) -> jax.Array:
     """Orthonormal Sylvester-order Hadamard transform of the last axis (a power of two)."""
-    return (x.astype(jnp.float32) @ jnp.asarray(hadamard_matrix(x.shape[-1]))).astype(x.dtype)
+    matrix = jnp.asarray(hadamard_matrix(x.shape[-1]))
+    return jnp.matmul(x.astype(jnp.float32), matrix, precision=jax.lax.Precision.HIGHEST).astype(x.dtype)
 
 
 @functools.cache
