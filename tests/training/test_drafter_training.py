@@ -6,7 +6,7 @@ import toy_model
 
 from v4flash.state import DecodeState
 from v4flash.training.batches import draw
-from v4flash.training.drafter import block_losses, draw_anchors, make_step, run_blocks
+from v4flash.training.drafter import Blocks, block_losses, draw_anchors, make_step, run_blocks
 from v4flash.training.evaluate import make_measure, ranking_quality, summarised
 from v4flash.training.initialise import drafter_from_target
 from v4flash.training.optimise import TrainingState, adamw
@@ -95,13 +95,13 @@ def test_drafter_learns_and_leaves_the_target_alone(setting):
     assert 1 <= estimate.tau <= 1 + skeleton.config.draft.block_size
 
 
-def test_losses_of_a_perfect_drafter_are_the_entropies_only(setting):
-    skeleton, weights, tokens = setting
-    anchors = jnp.asarray([[1, 6], [2, 9]])
-    blocks = run_blocks(skeleton.model(skeleton.stored(weights)), tokens, anchors)
-    same = type(blocks)(blocks.target, blocks.target, blocks.confidence, blocks.labels, blocks.routes)
-    _, parts = block_losses(same, jnp.ones((2, 2, 1)))
+def test_losses_of_a_perfect_drafter_are_the_entropies_only():
+    law = 3 * jax.random.normal(jax.random.key(0), (2, 2, 3, 64))
+    labels, sure = jnp.zeros((2, 2, 3), jnp.int32), jnp.full((2, 2, 3), 20.0)
+    loss, parts = block_losses(Blocks(law, law, sure, labels, []), jnp.full((2, 2, 1), 0.6))
     assert float(parts["law"]) == pytest.approx(0, abs=1e-6)
+    assert float(parts["confidence"]) == pytest.approx(0, abs=1e-6)
+    assert float(loss) == pytest.approx(0.1 * float(parts["label"]), abs=1e-6)
     np.testing.assert_allclose(parts["accepted"], 1, atol=1e-6)
 
 
