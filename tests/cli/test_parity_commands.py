@@ -41,7 +41,7 @@ def test_logits_of_several_lists_and_of_one(call, checkpoint, ids, tmp_path):
         "streams.1": (LAYERS, 2, STREAMS, WIDTH),
     }
     assert all(value.dtype == np.float32 for value in found.values())
-    assert SafetensorsFile(many).metadata["mode"] == "qat", "the default is what the checkpoint asks for"
+    assert SafetensorsFile(many).metadata["mode"] == "exact", "the default is what the checkpoint asks for"
     assert call(
         "logits", "--ckpt", checkpoint, "--ids", ids(LISTS[0]), "--out", one, "--streams", *SMALL
     ).code == 0  # fmt: skip
