@@ -1,4 +1,4 @@
-# Targets: env demo env-test test test-slow lint clean.  `make demo` on a fresh clone installs the base only.
+# Targets: env demo env-test test test-slow notebooks lint clean.  `make demo` on a fresh clone installs the base only.
 
 SHELL := /bin/bash
 PY := .venv/bin/python
@@ -10,7 +10,7 @@ WORKERS ?= 2
 PROMPT ?= def fibonacci(n):
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: env demo env-test test test-slow lint clean
+.PHONY: env demo env-test test test-slow notebooks lint clean
 
 env: $(BASE_STAMP)
 
@@ -42,6 +42,10 @@ test: lint
 
 test-slow: lint
 	JAX_PLATFORMS=cpu $(PY) -m pytest -n $(WORKERS) -m "slow or not slow"
+
+# Executes every notebook and writes its outputs into the .ipynb beside it.
+notebooks: env-test
+	JAX_PLATFORMS=cpu $(PY) notebooks/execute.py
 
 clean:
 	rm -rf .venv build dist results .pytest_cache .ruff_cache .hypothesis src/*.egg-info

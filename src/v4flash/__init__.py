@@ -1,7 +1,8 @@
 """v4flash: a single-stream speculative decoder for DeepSeek-V4-Flash and V4.1-Flash in JAX.
 
 Public names: `load` (a checkpoint folder to a `LanguageModel`), `LanguageModel`, `Generation`, `StepRecord`,
-`Session`, `ModelConfig`, and the errors. They are imported on first use, so that light commands stay light.
+`Session`, `Statistics`, `ModelConfig`, `demo_path` (the folder of the demonstration checkpoint), and the errors.
+They are imported on first use, so that light commands stay light.
 """
 
 import importlib
@@ -14,6 +15,7 @@ _PUBLIC = {
     "Session": "v4flash.engine.session",
     "Statistics": "v4flash.engine.statistics",
     "ModelConfig": "v4flash.config",
+    "demo_path": "v4flash.demo",
     "V4FlashError": "v4flash.errors",
     "UsageError": "v4flash.errors",
     "CheckpointError": "v4flash.errors",

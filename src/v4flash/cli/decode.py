@@ -12,6 +12,7 @@ from pathlib import Path
 from v4flash.cli import options as shared
 from v4flash.cli.options import add, one_of, whole
 from v4flash.cli.terminal import Messages, Printer, closing_line
+from v4flash.demo import demo_path
 from v4flash.errors import CapacityError, UsageError
 
 NAME = "decode"
@@ -102,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("a stop string is empty; give at least one character, or leave --stop out")
     if options.backend == "fused":
         raise UsageError("this build has no fused bodies; use --backend xla or leave the option out")
-    path = shared.checkpoint_folder(options.ckpt) if options.ckpt else shared.demo_folder()
+    path = shared.checkpoint_folder(options.ckpt) if options.ckpt else demo_path()
     messages = Messages(options.quiet)
 
     from v4flash.cli import device as devices

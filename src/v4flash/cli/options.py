@@ -117,18 +117,3 @@ def checkpoint_folder(given: str | None) -> Path:
     if not orbax_store.is_store(path):
         CheckpointFiles.open(path)
     return path
-
-
-def demo_folder() -> Path:
-    """The demonstration checkpoint beside the source tree.
-
-    Raises CheckpointError where the installation does not carry it.
-    """
-    import v4flash
-
-    path = Path(v4flash.__file__).resolve().parents[2] / "demo"
-    if not (path / "config.json").is_file():
-        raise CheckpointError(
-            f"no demonstration checkpoint at {path} (no config.json there); pass --ckpt DIR or set V4FLASH_CKPT"
-        )
-    return path

@@ -1,20 +1,67 @@
 """The model card that goes beside a trained checkpoint.
 
+    python -m v4flash.training.model_card --ckpt demo
+
+writes `README.md` anew from the checkpoint's config.json, corpus_manifest.json, losses.json and, where it exists,
+acceptance.json.
+
 Knows: which figures of a run a reader needs. Does not know: how they were made.
 """
 
+import argparse
+import json
+import sys
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+from v4flash.checkpoint.safetensors_file import write_atomically
 from v4flash.config import ModelConfig
+from v4flash.errors import UsageError
+from v4flash.training.acceptance_figures import markdown
 from v4flash.training.corpus import CLASSES
 
 
-def model_card(config: ModelConfig, corpus: Mapping, records: Mapping[str, list[dict]]) -> str:
-    """Markdown from the configuration, the corpus manifest and the log of a run."""
-    target, draft = records.get("target", []), records["draft"]
-    measured = [entry for entry in target if f"heldout_{CLASSES[0]}" in entry]
-    estimates = [entry for entry in draft if "own" in entry][-1]
-    lines = [
+def model_card(
+    config: ModelConfig,
+    corpus: Mapping[str, Any],
+    records: Mapping[str, list[dict]],
+    acceptance: dict[str, Any] | None = None,
+) -> str:
+    """Markdown from the configuration, the corpus manifest, the log of a run, and figures of acceptance.py."""
+    lines = [*_introduction(config), *_corpus(corpus), *_losses(records), *_drafter(records)]
+    if acceptance:
+        lines += [
+            "## Acceptance, measured with the decoder",
+            "",
+            markdown(acceptance),
+            "",
+            f"Weights measured: sha256 `{acceptance['checkpoint']}` over the shards in name order.",
+            "",
+        ]
+    return "\n".join([*lines, *_REBUILD, ""])
+
+
+_REBUILD = [
+    "## Building it again",
+    "",
+    "`docs/training.md` says what is needed and how long it takes; every logged figure is in `losses.json`. In short:",
+    "",
+    "    python -m v4flash.training.build_corpus --help",
+    "    python -m v4flash.training.train --config configs/models/demo.json --corpus CORPUS --out RUN",
+    "    python -m v4flash.training.acceptance --ckpt RUN/model --corpus CORPUS --out RUN/model/acceptance.json",
+    "    python -m v4flash.training.model_card --ckpt RUN/model --corpus-manifest CORPUS/manifest.json",
+    "",
+    "## Licences",
+    "",
+    "Weights and code: Apache-2.0. The tokenizer is a cut-down copy of DeepSeek-V4's (MIT). The licences of the",
+    "training text are in the table above; they apply to passages that the model reproduces. Names of the holders",
+    "and the full notices: `NOTICE`.",
+]
+
+
+def _introduction(config: ModelConfig) -> list[str]:
+    return [
         "# v4flash demonstration model",
         "",
         f"A small model with the mechanisms of `{config.family}` and a DSpark drafter, trained from random",
@@ -27,6 +74,11 @@ def model_card(config: ModelConfig, corpus: Mapping, records: Mapping[str, list[
         f"- {config.draft.stages} drafter stages, blocks of {config.draft.block_size} tokens",
         "- stored in the published formats: FP4 experts, FP8 blocks, bf16 embeddings and heads",
         "",
+    ]
+
+
+def _corpus(corpus: Mapping[str, Any]) -> list[str]:
+    lines = [
         "## Corpus",
         "",
         "Trained on the packages below; the texts themselves are not part of the repository.",
@@ -39,16 +91,49 @@ def model_card(config: ModelConfig, corpus: Mapping, records: Mapping[str, list[
             f"| {source['package']} | {source['version']} | {source.get('class', '')} | {source['licence']} "
             f"| {source.get('documents', '')} |"
         )
-    lines += ["", "5 % of every source was held out by file.", "", "## Loss on held-out text", ""]
-    if measured:
-        lines += ["| class | nats per token |", "| --- | --- |"]
-        lines += [f"| {name} | {measured[-1][f'heldout_{name}']:.3f} |" for name in CLASSES]
-    lines += [
+    if classes := corpus.get("classes"):
+        lines += [
+            "",
+            "| class | training tokens | held-out tokens | bytes per token |",
+            "| --- | --- | --- | --- |",
+        ]
+        lines += [
+            f"| {name} | {found['train_tokens']:,} | {found['heldout_tokens']:,} | {found['bytes_per_token']:.2f} |"
+            for name, found in classes.items()
+        ]
+    return [
+        *lines,
         "",
-        "## Drafter",
+        "5 % of every source was held out by file. The chat class was made by rule from the others.",
         "",
-        "Estimated along given text at temperature 1 (`accepted`: probability that draft position 1, 2, ... is",
-        "accepted if those before it were; `tokens per step`: expected accepted prefix plus one).",
+    ]
+
+
+def _losses(records: Mapping[str, list[dict]]) -> list[str]:
+    """The last held-out losses; nothing where the target was trained in another run."""
+    measured = [entry for entry in records.get("target", []) if f"heldout_{CLASSES[0]}" in entry]
+    if not measured:
+        return []
+    last = measured[-1]
+    return [
+        "## Loss on held-out text",
+        "",
+        f"After {last['step']:,} steps ({last['seconds'] / 60:.1f} minutes of training).",
+        "",
+        "| class | nats per token |",
+        "| --- | --- |",
+        *[f"| {name} | {last[f'heldout_{name}']:.3f} |" for name in CLASSES],
+        "",
+    ]
+
+
+def _drafter(records: Mapping[str, list[dict]]) -> list[str]:
+    estimates = [entry for entry in records["draft"] if "own" in entry][-1]
+    lines = [
+        "## Drafter, estimated in training",
+        "",
+        "Along given text at temperature 1 (`accepted`: probability that draft position 1, 2, ... is accepted if",
+        "those before it were; `tokens per step`: expected accepted prefix plus one).",
         "",
         "| text | accepted | tokens per step | greedy tokens per step | confidence AUC |",
         "| --- | --- | --- | --- | --- |",
@@ -60,5 +145,41 @@ def model_card(config: ModelConfig, corpus: Mapping, records: Mapping[str, list[
         lines.append(
             f"| {label} | {accepted} | {entry['tau']:.2f} | {entry['greedy_tau']:.2f} | {entry['auc']:.3f} |"
         )
-    lines += ["", "How to rebuild it: docs/training.md. Every logged figure: losses.json.", ""]
-    return "\n".join(lines)
+    return [*lines, ""]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parses the command line and writes the card."""
+    parser = argparse.ArgumentParser(
+        prog="python -m v4flash.training.model_card", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--ckpt", type=Path, required=True, help="checkpoint folder with losses.json")
+    parser.add_argument(
+        "--corpus-manifest", type=Path, help="default: corpus_manifest.json in the checkpoint folder"
+    )
+    parser.add_argument("--acceptance", type=Path, help="default: acceptance.json there, if it exists")
+    options = parser.parse_args(arguments)
+    folder = options.ckpt
+    acceptance = options.acceptance or folder / "acceptance.json"
+    card = model_card(
+        ModelConfig.from_file(folder),
+        _read(options.corpus_manifest or folder / "corpus_manifest.json"),
+        _read(folder / "losses.json"),
+        _read(acceptance) if options.acceptance or acceptance.is_file() else None,
+    )
+    write_atomically(folder / "README.md", [card.encode()])
+    print(f"wrote {folder / 'README.md'}")
+    return 0
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"cannot read {path} ({error}); give the JSON file that the training run wrote"
+        ) from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
