@@ -17,7 +17,7 @@ import numpy as np
 from pallas_kernels import formats
 from v4flash.config import LayerConfig, ModelConfig
 from v4flash.model.compressor import Compressor
-from v4flash.model.indexer import Indexer, Selection, visible_entries
+from v4flash.model.indexer import Indexer, Selection, teach_index, visible_entries
 from v4flash.model.numerics import Linear, Norm, Numerics, rms_norm, rope_frequencies, rotate
 from v4flash.state import DecodeState, ring_positions, ring_write, write_entries
 
@@ -155,15 +155,20 @@ class Attention(nnx.Module):
         return self.project_output(heads, positions), state, choice
 
     def attend(
-        self, q: jax.Array, keys: jax.Array, mask: jax.Array, bias: jax.Array | None = None
+        self, q: jax.Array, keys: jax.Array, mask: jax.Array, index_scores: jax.Array | None = None
     ) -> jax.Array:
-        """All queries over one key set [N, d] under mask [T, N], plus bias [T, N]: [T, H, d] float32."""
+        """All queries over one key set [N, d] under mask [T, N]: [T, H, d] float32.
+
+        `index_scores` [T, M] chose among the last M keys; see `teach_index`.
+        """
         product, dtype = self.numerics.product, self.numerics.dtype
         scores = product("thd,nd->thn", q, keys.astype(dtype)) * self.config.head_dim**-0.5
-        if bias is not None:
-            scores = scores + bias[:, None]
         weights = softmax_with_sink(scores, mask[:, None], self.attn_sink[...])
-        return product("thn,nd->thd", weights.astype(dtype), keys.astype(dtype))
+        output = product("thn,nd->thd", weights.astype(dtype), keys.astype(dtype))
+        if index_scores is None:
+            return output
+        entries = slice(-index_scores.shape[1], None)
+        return teach_index(output, index_scores, weights[..., entries], mask[:, entries])
 
     def attend_selected(
         self, q: jax.Array, ring: jax.Array, seen: jax.Array, entries: jax.Array, selection: Selection
@@ -172,9 +177,7 @@ class Attention(nnx.Module):
         if selection.mask is not None:
             keys = jnp.concatenate([ring, entries])
             mask = jnp.concatenate([seen, selection.mask], axis=1)
-            pull = selection.pull
-            bias = None if pull is None else jnp.pad(pull, ((0, 0), (ring.shape[0], 0)))
-            return self.attend(q, keys, mask, bias)
+            return self.attend(q, keys, mask, selection.scores)
         product, dtype = self.numerics.product, self.numerics.dtype
         chosen = entries[selection.ids].astype(dtype)
         near = product("thd,nd->thn", q, ring.astype(dtype))

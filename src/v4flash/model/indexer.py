@@ -20,29 +20,52 @@ from v4flash.model.numerics import Linear, Norm, Numerics, rope_frequencies, rot
 from v4flash.state import DecodeState, write_entries
 
 INDEX_BLOCK = 32
+TEACHING_WEIGHT = 2e-5  # below one over the rows of a training batch: the indexer learns beside the model
 
 
 @dataclasses.dataclass(frozen=True)
 class Selection:
     """Entries chosen for each query, as the mask [T, N] or as the ids [T, K] with their validity [T, K].
 
-    `pull` [T, N], beside a mask, is zero in value: it hands the attention logits' gradient to the index
-    scores, which a hard choice would otherwise leave untrained.
+    `scores` [T, N], beside a mask, are the index scores it came from; training teaches them what attention
+    then looked at (`teach_index`).
     """
 
     mask: jax.Array | None = None
-    pull: jax.Array | None = None
+    scores: jax.Array | None = None
     ids: jax.Array | None = None
     valid: jax.Array | None = None
 
 
-@jax.custom_jvp
-def gradient_only(x: jax.Array) -> jax.Array:
-    """Zeros of x's shape, whose derivative is that of x."""
-    return jnp.zeros_like(x)
+@jax.custom_vjp
+def _with_slope(output: jax.Array, scores: jax.Array, slope: jax.Array) -> jax.Array:
+    """`output` unchanged; in a backward pass `scores` receives the gradient `slope`."""
+    return output
 
 
-gradient_only.defjvp(lambda primals, tangents: (jnp.zeros_like(primals[0]), tangents[0]))
+_with_slope.defvjp(
+    lambda output, scores, slope: (output, slope),
+    lambda slope, gradient: (gradient, slope, jnp.zeros_like(slope)),
+)
+
+
+def teach_index(output: jax.Array, scores: jax.Array, weights: jax.Array, allowed: jax.Array) -> jax.Array:
+    """Passes attention's output on; when trained, the index scores learn the attention over their entries.
+
+    A hard choice gives its scores no gradient, so their loss is stated here: TEACHING_WEIGHT per row times the
+    divergence KL(attention || softmax(scores)) over the allowed entries. It touches nothing but the indexer,
+    whose inputs are cut off from the gradient. Source: the DeepSeek-V3.2 report's training of its indexer.
+
+    Args: output, any array of the attention; scores [T, N]; weights [T, H, N], attention over the entries;
+    allowed bool [T, N].
+    """
+    attention = jnp.sum(weights.astype(jnp.float32), axis=1)
+    mass = jnp.sum(attention, axis=-1, keepdims=True)
+    usable = mass > 0
+    attention = attention / jnp.where(usable, mass, 1.0)
+    guess = jax.nn.softmax(jnp.where(allowed, scores, jnp.finfo(jnp.float32).min), axis=-1)
+    slope = jnp.where(usable & allowed, guess - attention, 0.0) * TEACHING_WEIGHT
+    return _with_slope(output, scores, jax.lax.stop_gradient(slope))
 
 
 def visible_entries(positions: jax.Array, ratio: int, slots: int) -> jax.Array:
@@ -151,10 +174,11 @@ class Indexer(nnx.Module):
         """Adds the index keys of entries that close inside this pass."""
         layer, ratio = self.layer.index, self.layer.ratio
         if self.compressor is not None:
+            x = jax.lax.stop_gradient(x)
             key, first, valid, ring = self.compressor(x, state.index_pending[layer], state.length, count)
             state = state.with_item("index_pending", layer, ring)
         else:
-            key = self.k_norm(self.wk(latent))
+            key = self.k_norm(self.wk(jax.lax.stop_gradient(latent)))
             first = state.length // ratio
             valid = (first + jnp.arange(key.shape[0]) + 1) * ratio <= state.length + count
         index = first + jnp.arange(key.shape[0], dtype=jnp.int32)
@@ -171,6 +195,7 @@ class Indexer(nnx.Module):
     ) -> tuple[Selection, jax.Array | None]:
         """Selection for rows x [T, D] over index keys [N, di], and the candidate mask this layer publishes."""
         config = self.config
+        x, q_latent = jax.lax.stop_gradient((x, q_latent))
         query = self.wq_b(q_latent).reshape(x.shape[0], config.index_n_heads, config.index_head_dim)
         query = self.rounded(rotate(query, positions, self.frequencies))
         weight = (
@@ -185,7 +210,7 @@ class Indexer(nnx.Module):
         allowed = visible & candidates if self.layer.candidate == "member" else visible
         count = min(config.index_topk, keys.shape[0])
         if reads_densely(x.shape[0], count, keys.shape[0]):
-            return Selection(mask=top_mask(scores, allowed, count), pull=gradient_only(scores)), candidates
+            return Selection(mask=top_mask(scores, allowed, count), scores=scores), candidates
         return top_entries(scores, allowed, count), candidates
 
 

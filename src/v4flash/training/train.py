@@ -55,7 +55,7 @@ class Settings:
     tokens_per_microbatch: int = 16384
     rate_target: float = 3e-3
     rate_draft: float = 1e-3
-    balance_rate: float = 1e-3
+    balance_rate: float = 3e-3
     sample_streams: int = 1024
     sample_tokens: int = 480
     draft_sequences: int = 32
