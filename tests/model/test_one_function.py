@@ -56,7 +56,9 @@ def test_prefill_equals_prefill_of_one_less_and_one_token(family):
         whole, logits = feed(family, False, empty, tokens[:length], LONG)
         state, _ = feed(family, False, empty, tokens[: length - 1], LONG) if length > 1 else (empty, None)
         state, last = feed(family, False, state, tokens[length - 1 : length], SHORT)
-        np.testing.assert_allclose(last[-1], logits[-1], atol=LOGIT_TOLERANCE, rtol=0, err_msg=f"length {length}")
+        np.testing.assert_allclose(
+            last[-1], logits[-1], atol=LOGIT_TOLERANCE, rtol=0, err_msg=f"length {length}"
+        )
         np.testing.assert_allclose(logits[-1], reference[length - 1], atol=LOGIT_TOLERANCE, rtol=0)
         if length % 4 in (0, 3) or length > 120:
             assert_same_state(model.config, state, whole, STATE_TOLERANCE)
@@ -83,7 +85,9 @@ def test_long_prompts_equal_one_less_and_one_token(family):
             whole, logits = feed(family, False, empty, tokens[:length], LONG)
             state, _ = feed(family, False, empty, tokens[: length - 1], LONG)
             state, last = feed(family, False, state, tokens[length - 1 : length], SHORT)
-            np.testing.assert_allclose(last[-1], logits[-1], atol=LOGIT_TOLERANCE, rtol=0, err_msg=f"{length}")
+            np.testing.assert_allclose(
+                last[-1], logits[-1], atol=LOGIT_TOLERANCE, rtol=0, err_msg=f"{length}"
+            )
             assert_same_state(toy(family).config, state, whole, STATE_TOLERANCE)
 
 

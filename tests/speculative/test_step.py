@@ -152,7 +152,9 @@ def test_limits_are_exact():
         for k in (0, 3, 7):
             current, emitted = started("v4", False, ROWS, 9, remaining), []
             while int(current.finish) == RUNNING:
-                current, result = run_step(current, control(k), script_for(current, tokens[len(emitted) :], ROWS))
+                current, result = run_step(
+                    current, control(k), script_for(current, tokens[len(emitted) :], ROWS)
+                )
                 emitted += result.tokens[: int(result.emitted)].tolist()
                 assert int(result.drafted) <= max(remaining - 1, 0)
             assert emitted == tokens[:remaining] and int(current.finish) == LIMIT

@@ -18,7 +18,13 @@ from v4flash.model.engram import table_primes
 from v4flash.model.numerics import Numerics
 from v4flash.state import DecodeState
 
-_YARN = {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536}
+_YARN = {
+    "type": "yarn",
+    "factor": 16,
+    "beta_fast": 32,
+    "beta_slow": 1,
+    "original_max_position_embeddings": 65536,
+}
 _COMMON = dict(
     vocab_size=96, hidden_size=64, moe_intermediate_size=64, num_attention_heads=4, num_key_value_heads=1,
     q_lora_rank=32, o_lora_rank=32, o_groups=2, hidden_act="silu", swiglu_limit=10.0,
@@ -89,7 +95,9 @@ def toy(family: str, quantise: bool = False) -> Toy:
     return Toy(config, numerics, graphdef, nnx.from_flat_state(chosen))
 
 
-def _noise(path: tuple, shape: jax.ShapeDtypeStruct, config: ModelConfig, random: np.random.Generator) -> np.ndarray:
+def _noise(
+    path: tuple, shape: jax.ShapeDtypeStruct, config: ModelConfig, random: np.random.Generator
+) -> np.ndarray:
     name = path[-1]
     if name == "token_map":
         ids = np.arange(config.vocab_size)
@@ -135,7 +143,9 @@ def visible_state(config: ModelConfig, state: DecodeState) -> dict[str, np.ndarr
     return seen
 
 
-def assert_same_state(config: ModelConfig, found: DecodeState, expected: DecodeState, tolerance: float) -> None:
+def assert_same_state(
+    config: ModelConfig, found: DecodeState, expected: DecodeState, tolerance: float
+) -> None:
     """Compares all visible parts; a tolerance of 0 asks for equal bits."""
     found, expected = visible_state(config, found), visible_state(config, expected)
     assert found.keys() == expected.keys()
