@@ -5,6 +5,7 @@ Knows: the source tree's layout. Does not know: what is in a checkpoint.
 
 from pathlib import Path
 
+import v4flash
 from v4flash.errors import CheckpointError
 
 
@@ -13,7 +14,7 @@ def demo_path() -> Path:
 
     Raises CheckpointError where the installation does not carry it.
     """
-    path = Path(__file__).resolve().parents[2] / "demo"
+    path = Path(v4flash.__file__).resolve().parents[2] / "demo"
     if not (path / "config.json").is_file():
         raise CheckpointError(
             f"no demonstration checkpoint at {path} (no config.json there); pass --ckpt DIR or set V4FLASH_CKPT"
