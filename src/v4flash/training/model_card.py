@@ -153,10 +153,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m v4flash.training.model_card", description=__doc__.split("\n")[0]
     )
-    parser.add_argument("--ckpt", type=Path, required=True, help="checkpoint folder with losses.json")
+    parser.add_argument(
+        "--ckpt", type=Path, required=True, help="checkpoint folder; its README.md is replaced"
+    )
     parser.add_argument(
         "--corpus-manifest", type=Path, help="default: corpus_manifest.json in the checkpoint folder"
     )
+    parser.add_argument("--losses", type=Path, help="log of the training run, default: losses.json there")
     parser.add_argument("--acceptance", type=Path, help="default: acceptance.json there, if it exists")
     options = parser.parse_args(arguments)
     folder = options.ckpt
@@ -164,7 +167,7 @@ def main(arguments: list[str] | None = None) -> int:
     card = model_card(
         ModelConfig.from_file(folder),
         _read(options.corpus_manifest or folder / "corpus_manifest.json"),
-        _read(folder / "losses.json"),
+        _read(options.losses or folder / "losses.json"),
         _read(acceptance) if options.acceptance or acceptance.is_file() else None,
     )
     write_atomically(folder / "README.md", [card.encode()])
