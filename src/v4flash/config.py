@@ -446,6 +446,12 @@ class _Reader:
         kv_ids, index_ids = self.id_list("kv_source_layer_ids"), self.id_list("index_source_layer_ids")
         candidate_source = self.number("candidate_source_layer_id")
         engram_ids = self.id_list("engram_layer_ids")
+        candidate_entries = max((s for s in kv_ids if s <= candidate_source), default=None)
+
+        def shares_candidates(layer: int, entries: int) -> bool:
+            """Candidate blocks are blocks of one cache; layers reading another cache know nothing of them."""
+            return layer > candidate_source and entries == candidate_entries
+
         layers = []
         for i, ratio in enumerate(ratios):
             source = max((s for s in kv_ids if s <= i), default=None) if ratio else None
@@ -465,8 +471,10 @@ class _Reader:
                     layer=i,
                 )
             candidate = None
-            if ratio and index == i and i >= candidate_source:
-                candidate = "source" if i == candidate_source else "member"
+            if i == candidate_source:
+                candidate = "source"
+            elif ratio and index == i and shares_candidates(i, source):
+                candidate = "member"
             layers.append(LayerConfig(i, ratio, source, index, candidate, False, i in engram_ids))
         for name, ids in (("kv_source_layer_ids", kv_ids), ("index_source_layer_ids", index_ids)):
             for i in ids:
