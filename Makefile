@@ -7,7 +7,7 @@ TEST_STAMP := .venv/.stamp-test
 SOURCES := src pallas_kernels tests $(wildcard notebooks/*.py) run_decode.py
 # Two workers: the suite compiles JAX programs, and each one fills a core.
 WORKERS ?= 2
-PROMPT ?= def fibonacci(n):
+PROMPT ?= What is a generator?
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: env demo env-test test test-slow notebooks lint clean
