@@ -239,8 +239,9 @@ class ModelConfig:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
+            where = path.parent if path.name == "config.json" else path
             raise CheckpointError(
-                f"no config.json at {path.parent}: expected the checkpoint's configuration file there"
+                f"no config.json at {where}: expected a checkpoint folder or its configuration file"
             ) from None
         except (ValueError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path} is not valid JSON ({error}); copy this file again") from None
