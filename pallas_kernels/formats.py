@@ -9,6 +9,7 @@ functions serve inference and training. Source of the rules: DeepSeek inference/
 
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -84,10 +85,16 @@ def _straight_through(function):
     return call
 
 
-def _blocked(x: jax.Array, block: int) -> jax.Array:
+def _scaled_round_trip(
+    x: jax.Array, block: int, floor: float, largest: float, round_scale: Callable, round_value: Callable
+) -> jax.Array:
+    """Rounds each `block` of the last axis on a scale of its own: round_scale(max(|x|, floor) / largest)."""
     if x.shape[-1] % block:
         raise ValueError(f"last axis is {x.shape[-1]}, expected a multiple of the block {block}")
-    return x.astype(jnp.float32).reshape(*x.shape[:-1], -1, block)
+    grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, block)
+    amax = jnp.maximum(jnp.max(jnp.abs(grouped), axis=-1, keepdims=True), floor)
+    scale = round_scale(amax / largest)
+    return (round_value(grouped / scale) * scale).reshape(x.shape).astype(x.dtype)
 
 
 @_straight_through
@@ -97,28 +104,19 @@ def fp8_round_trip(x: jax.Array, block: int) -> jax.Array:
     `x` [..., K] of any float type; result has its shape and type. Per block: a = max(|x|, 1e-4), scale =
     2^ceil(log2(a / 448)).
     """
-    grouped = _blocked(x, block)
-    amax = jnp.maximum(jnp.max(jnp.abs(grouped), axis=-1, keepdims=True), ACTIVATION_FLOOR)
-    scale = power_of_two_at_least(amax / E4M3_MAX)
-    return (round_e4m3(grouped / scale) * scale).reshape(x.shape).astype(x.dtype)
+    return _scaled_round_trip(x, block, ACTIVATION_FLOOR, E4M3_MAX, power_of_two_at_least, round_e4m3)
 
 
 @_straight_through
 def fp4_index_round_trip(x: jax.Array, block: int) -> jax.Array:
     """Index query and key rounding: E2M1 with one power-of-two scale per `block` of the last axis."""
-    grouped = _blocked(x, block)
-    amax = jnp.maximum(jnp.max(jnp.abs(grouped), axis=-1, keepdims=True), _INDEX_FLOOR)
-    scale = power_of_two_at_least(amax / E2M1_MAX)
-    return (round_e2m1(grouped / scale) * scale).reshape(x.shape).astype(x.dtype)
+    return _scaled_round_trip(x, block, _INDEX_FLOOR, E2M1_MAX, power_of_two_at_least, round_e2m1)
 
 
 @_straight_through
 def fp4_entry_round_trip(x: jax.Array, group: int) -> jax.Array:
     """Compressed-entry rounding of V4.1: E2M1 with an E4M3 scale per `group` of the last axis."""
-    grouped = _blocked(x, group)
-    amax = jnp.maximum(jnp.max(jnp.abs(grouped), axis=-1, keepdims=True), _ENTRY_SCALE_FLOOR)
-    scale = round_e4m3(amax / E2M1_MAX)
-    return (round_e2m1(grouped / scale) * scale).reshape(x.shape).astype(x.dtype)
+    return _scaled_round_trip(x, group, _ENTRY_SCALE_FLOOR, E2M1_MAX, round_e4m3, round_e2m1)
 
 
 def hadamard_transform(x: jax.Array) -> jax.Array:

@@ -103,11 +103,6 @@ class DecodeState:
             draft_windows=tuple(jnp.zeros((window, config.head_dim), dtype) for _ in range(stages)),
         )
 
-    @property
-    def max_rows(self) -> int:
-        """Rows any pass over this state may have (exclusive bound given by the shortest ring)."""
-        return self.tokens.shape[0]
-
     def replace(self, **changes) -> "DecodeState":
         return dataclasses.replace(self, **changes)
 

@@ -87,10 +87,15 @@ class Attention(nnx.Module):
         return rotate(q, positions, self.frequencies), latent
 
     def window_rows(self, x: jax.Array, positions: jax.Array) -> jax.Array:
-        """Rotated and (in `qat` mode) rounded key-value rows [T, head_dim]."""
+        """Rotated and (in `qat` mode) rounded key-value rows [T, head_dim].
+
+        The drafter's context rows come from here too, with projected target taps for x.
+        """
         kv = rotate(self.kv_norm(self.wkv(x)), positions, self.frequencies)
-        if not self.numerics.quantise:
-            return kv
+        return self.rounded_rows(kv) if self.numerics.quantise else kv
+
+    def rounded_rows(self, kv: jax.Array) -> jax.Array:
+        """Rows [T, head_dim] with their leading `kv_rounded_dims` rounded to FP8."""
         dims = self.config.kv_rounded_dims
         rounded = formats.fp8_round_trip(kv[:, :dims], self.config.kv_round_block)
         return jnp.concatenate([rounded, kv[:, dims:]], axis=-1)
@@ -109,9 +114,7 @@ class Attention(nnx.Module):
         if self.numerics.quantise and self.config.fp4_entries:
             entry = formats.fp4_entry_round_trip(entry, ENTRY_GROUP)
         elif self.numerics.quantise:
-            dims = self.config.kv_rounded_dims
-            rounded = formats.fp8_round_trip(entry[:, :dims], self.config.kv_round_block)
-            entry = jnp.concatenate([rounded, entry[:, dims:]], axis=-1)
+            entry = self.rounded_rows(entry)
         return state.with_item("entries", layer, write_entries(state.entries[layer], entry, first, valid))
 
     def project_output(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
@@ -187,10 +190,6 @@ class Attention(nnx.Module):
         weights = softmax_with_sink(scores, mask, self.attn_sink[...]).astype(dtype)
         near, far = weights[..., : ring.shape[0]], weights[..., ring.shape[0] :]
         return product("thn,nd->thd", near, ring.astype(dtype)) + product("thk,tkd->thd", far, chosen)
-
-    def context_rows(self, main: jax.Array, positions: jax.Array) -> jax.Array:
-        """Drafter context rows [T, head_dim] made from projected target taps main [T, D]."""
-        return self.window_rows(main, positions)
 
     def attend_block(
         self, x: jax.Array, ring: jax.Array, last: jax.Array, positions: jax.Array, live: jax.Array

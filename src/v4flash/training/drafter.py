@@ -70,7 +70,7 @@ def run_blocks(model: Model, tokens: jax.Array, anchors: jax.Array) -> Blocks:
     def sequence(tokens: jax.Array, hidden: jax.Array, taps: jax.Array, anchors: jax.Array):
         main = drafter.context(taps)
         positions = jnp.arange(tokens.shape[0], dtype=jnp.int32)
-        context = [stage.attn.context_rows(main, positions) for stage in drafter.stages]
+        context = [stage.attn.window_rows(main, positions) for stage in drafter.stages]
         empty = DecodeState.create(config, context=0, max_rows=1, dtype=model.numerics.dtype)
 
         def block(anchor: jax.Array):
