@@ -2,6 +2,7 @@
 
 import io
 import lzma
+import sqlite3
 import struct
 import tarfile
 import zipfile
@@ -16,6 +17,8 @@ from v4flash.training import build_corpus, sources
 from v4flash.training.chat_samples import Piece
 from v4flash.training.corpus import (
     Document,
+    bible_documents,
+    django_documents,
     documentation_documents,
     has_foreign_notice,
     held_out_groups,
@@ -90,6 +93,44 @@ def test_documentation_pages_of_a_debian_archive(tmp_path):
     )
     (document,) = documentation_documents("doc", archive)
     assert (document.path, document.kind, document.text) == ("library/a.rst.txt", "docs", LONG)
+
+
+def test_code_and_pages_of_a_source_archive(tmp_path):
+    files = {
+        "django-1.0/django/db.py": LONG,
+        "django-1.0/django/benchmarks/slow.py": LONG + "a\n",
+        "django-1.0/docs/topics/db.txt": LONG + "b\n",
+        "django-1.0/docs/releases/1.0.txt": LONG + "c\n",
+        "django-1.0/docs/conf.py": LONG + "d\n",
+    }
+    archive = tmp_path / "django-1.0.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        for name, content in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            tar.addfile(entry, io.BytesIO(content.encode()))
+    found = [(d.path, d.kind) for d in django_documents("django", archive)]
+    assert found == [("django/db.py", "code"), ("docs/topics/db.txt", "docs")]
+    package = sources.Package("django", "pypi-source", "1.0", "BSD-3-Clause")
+    assert sources.archive_version(package, archive) == "1.0"
+    assert sources.fetch(package, tmp_path) == archive
+
+
+def test_chapters_of_the_bible_open_with_the_book(tmp_path):
+    connection = sqlite3.connect(":memory:")
+    connection.execute("CREATE TABLE Books (BookID INT, LongName TEXT)")
+    connection.execute("CREATE TABLE Bible (BookID INT, ChapterID INT, VerseID INT, Passage1 TEXT)")
+    connection.execute("INSERT INTO Books VALUES (1, 'The First Book')")
+    verses = [(1, 2, 1, "2:1 Then it was."), (1, 1, 2, "1:2 And more."), (1, 1, 1, "1:1 In the beginning.")]
+    connection.executemany("INSERT INTO Bible VALUES (?, ?, ?, ?)", verses)
+    connection.commit()
+    archive = wheel(tmp_path / "kjv-1-py3-none-any.whl", {"kjv/DATA/Bible.db": connection.serialize()})
+    documents = list(bible_documents("kjv", archive))
+    assert [d.text for d in documents] == [
+        "The First Book\n\n1:1 In the beginning.\n1:2 And more.\n",
+        "The First Book\n\n2:1 Then it was.\n",
+    ]
+    assert {d.group for d in documents} == {"The First Book"}
 
 
 def test_other_files_are_no_debian_archives(tmp_path):

@@ -8,8 +8,11 @@ A document is one source file, one documentation page, one scene of a play or on
 split unit is wider for plays: all scenes of a held-out play are held out, so that its characters are unseen.
 """
 
+import contextlib
 import hashlib
+import itertools
 import re
+import sqlite3
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -22,14 +25,23 @@ HELD_OUT_SHARE = 0.05
 _SMALLEST_DOCUMENT = 200  # characters; below this a file is a stub or an empty package marker
 
 _COPYRIGHT = re.compile(r"copyright\s*(?:\(c\)|©|:|\d{4}|by\b)|\(c\)\s*(?:copyright|\d{4})", re.IGNORECASE)
-_OWN_HOLDERS = ("Python Software Foundation", "Django Software Foundation", "NetworkX Developers")
+_OWN_HOLDERS = (
+    "Python Software Foundation",
+    "Django Software Foundation",
+    "NetworkX Developers",
+    "SymPy Development Team",
+    "SQLAlchemy authors",
+    "Twisted Matrix Laboratories",
+)
 # Files given to the Python Software Foundation under this agreement carry the Foundation's licence.
 _CONTRIBUTED = "Licensed to PSF under a Contributor Agreement"
 
 _CODE_LEFT_OUT = re.compile(
-    r"(?:^|/)(?:tests?|idlelib|lib2to3|locale|pydoc_data|__pycache__)/|/test_[^/]*\.py$|_sysconfigdata|sitecustomize"
+    r"(?:^|/)(?:tests?|benchmarks|idlelib|lib2to3|locale|pydoc_data|__pycache__)/|/test_[^/]*\.py$|_sysconfigdata|sitecustomize"
     # Character tables: long lists of numbers that teach nothing.
     r"|encodings/(?:cp|mac_|iso8859|koi8|kz1048|ptcp|tis_)[^/]*\.py$|html/entities\.py$"
+    # Tables of a generated parser.
+    r"|/_antlr/"
 )
 _DOCS_LEFT_OUT = re.compile(r"(?:^|/)(?:copyright|license|contents)\.rst|whatsnew/changelog\.rst")
 _DOCS_ROOT = "html/_sources/"
@@ -55,6 +67,30 @@ def python_documents(source: str, archive: Path) -> Iterator[Document]:
         path = re.sub(r"^usr/lib/python3[^/]*/", "", path)
         if path.endswith(".py") and not _CODE_LEFT_OUT.search("/" + path):
             yield from _kept(content, "code", source, path)
+
+
+def django_documents(source: str, archive: Path) -> Iterator[Document]:
+    """Code and documentation pages of Django's source archive, its release notes left out."""
+    for path, content in read_archive(archive):
+        if path.startswith("docs/") and path.endswith(".txt") and not path.startswith("docs/releases/"):
+            yield from _kept(content, "docs", source, path)
+        elif path.startswith("django/") and path.endswith(".py") and not _CODE_LEFT_OUT.search("/" + path):
+            yield from _kept(content, "code", source, path)
+
+
+def bible_documents(source: str, archive: Path) -> Iterator[Document]:
+    """One document a chapter of the King James Bible, opened by the title of its book; books are split whole."""
+    (database,) = (content for path, content in read_archive(archive) if path.endswith("/Bible.db"))
+    with contextlib.closing(sqlite3.connect(":memory:")) as connection:
+        connection.deserialize(database)
+        titles = dict(connection.execute("SELECT BookID, LongName FROM Books"))
+        verses = connection.execute(
+            "SELECT BookID, ChapterID, Passage1 FROM Bible ORDER BY BookID, ChapterID, VerseID"
+        ).fetchall()
+    for (book, chapter), lines in itertools.groupby(verses, key=lambda verse: verse[:2]):
+        text = "\n".join(passage.strip() for *_, passage in lines)
+        title = titles[book]
+        yield Document(f"{title}\n\n{text}\n", "prose", source, f"{title}#{chapter}", title)
 
 
 def documentation_documents(source: str, archive: Path) -> Iterator[Document]:

@@ -24,7 +24,7 @@ from v4flash.training.target import run_target
 
 LABEL_WEIGHT, LAW_WEIGHT, CONFIDENCE_WEIGHT = 0.1, 0.9, 1.0
 ROW_DECAY = 4.0  # row j counts exp(-j / ROW_DECAY)
-TEMPERATURES = (0.6, 0.8, 1.0)
+TEMPERATURES = (0.3, 0.6, 1.0)
 WEIGHT_DECAY = 0.01
 
 

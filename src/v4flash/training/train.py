@@ -36,7 +36,8 @@ from v4flash.training.schedule import Budget, Phase, phase_at, rate_share, targe
 from v4flash.training.stored_weights import Skeleton, of_room, with_open_selection
 
 PROMPT_LENGTH = 32
-SAMPLE_TEMPERATURES = (1.0, 0.6)
+SAMPLE_TEMPERATURES = (1.0, 0.6, 0.3)
+OWN_SHARE = 0.7  # of the drafter's sequences are the target's own text, which is what it will draft
 WARM_UP = 0.03
 
 
@@ -44,22 +45,22 @@ WARM_UP = 0.03
 class Settings:
     """Sizes and budgets of a run; minutes hold where the matching number of steps is None."""
 
-    minutes_target: float = 9.5
+    minutes_target: float = 2.2
     minutes_samples: float = 1.0
-    minutes_draft: float = 6.0
+    minutes_draft: float = 2.5
     steps_target: int | None = None
-    rounds_samples: int | None = None
+    rounds_samples: int | None = 5
     steps_draft: int | None = None
-    lengths: tuple[int, int, int] = (512, 1024, 2048)
+    lengths: tuple[int, int, int] = (512, 512, 1024)
     tokens_per_step: int = 32768
     tokens_per_microbatch: int = 16384
-    rate_target: float = 3e-3
-    rate_draft: float = 1e-3
+    rate_target: float = 2.5e-3
+    rate_draft: float = 1.5e-3
     balance_rate: float = 3e-3
     sample_streams: int = 1024
     sample_tokens: int = 480
-    draft_sequences: int = 32
-    anchors: int = 48
+    draft_sequences: int = 20
+    anchors: int = 96
     evaluation_sequences: int = 16
     log_every: int = 50
     evaluate_every: int = 500
@@ -252,10 +253,10 @@ class Run:
         state, budget.spent = self.folder.load_state("draft", state)
 
         def mixed(data, key):
-            """Half corpus, half the target's own text."""
-            keys, half = jax.random.split(key), settings.draft_sequences // 2
-            written = draw(data[0], keys[0], settings.draft_sequences - half, settings.sample_length)
-            chosen = jax.random.randint(keys[1], (half,), 0, data[1].shape[0])
+            """The target's own text beside corpus text."""
+            keys, count = jax.random.split(key), round(OWN_SHARE * settings.draft_sequences)
+            written = draw(data[0], keys[0], settings.draft_sequences - count, settings.sample_length)
+            chosen = jax.random.randint(keys[1], (count,), 0, data[1].shape[0])
             return jnp.concatenate([written, data[1][chosen]])
 
         data = self.streams, train_own
