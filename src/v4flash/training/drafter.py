@@ -106,7 +106,9 @@ def block_losses(blocks: Blocks, temperature: jax.Array) -> tuple[jax.Array, dic
     weight = weight / (jnp.sum(weight) * blocks.labels[..., 0].size)
     accepted = overlap(blocks, temperature)
     label = optax.softmax_cross_entropy_with_integer_labels(blocks.drafted, blocks.labels)
-    sure = optax.sigmoid_binary_cross_entropy(blocks.confidence, jax.lax.stop_gradient(accepted))
+    # A confidence knows no temperature: it learns the acceptance of an untempered draw.
+    plain = jax.lax.stop_gradient(overlap(blocks, jnp.ones_like(temperature)))
+    sure = optax.sigmoid_binary_cross_entropy(blocks.confidence, plain)
     parts = {
         "label": jnp.sum(weight * label),
         "law": jnp.sum(weight * 2 * (1 - accepted)),
