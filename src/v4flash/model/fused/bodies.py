@@ -1,0 +1,207 @@
+"""The operations of a layer behind one door, with two bodies: hand-fused launches, and their definitions.
+
+Knows: which function of `pallas_kernels` is which body, and the counters that fused launches hand on. Does not
+know: the order of operations. Both read the same packed weights, so that they can be compared within one run.
+"""
+
+import jax
+
+from pallas_kernels.attention import reference as attention
+from pallas_kernels.attention.reference import FarKeys
+from pallas_kernels.attention.specs import AttentionSpec
+from pallas_kernels.dense import reference as dense
+from pallas_kernels.experts import reference as experts
+from pallas_kernels.experts.packing import PackedExperts
+from pallas_kernels.experts.reference import Routes
+from pallas_kernels.hyper_connections import reference as boundaries
+from pallas_kernels.hyper_connections.reference import Boundary, Output, Projection
+from pallas_kernels.hyper_connections.specs import BoundarySpec
+from pallas_kernels.index_selection import reference as index_selection
+from pallas_kernels.index_selection.reference import Listed
+from pallas_kernels.index_selection.specs import IndexSpec
+from pallas_kernels.key_rows import reference as key_rows
+from pallas_kernels.key_rows.reference import Caches, Compressor, LatentIndex, Rows
+from pallas_kernels.key_rows.specs import PoolSpec, RowSpec
+from pallas_kernels.router import reference as routing
+from pallas_kernels.router.reference import Gate
+from pallas_kernels.router.specs import RouterSpec
+from pallas_kernels.rows import Columns
+from pallas_kernels.tiles import PackedMatrix
+from v4flash.config import ModelConfig
+from v4flash.model.numerics import Numerics
+
+
+class ReferenceBodies:
+    """The definitions in plain jax.numpy; XLA fuses what it can."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, rows: int, attention_spec: AttentionSpec):
+        self.block = config.weight_block_size
+        self.round_block = config.weight_block_size if numerics.quantise else 0
+        self.limit, self.dtype = config.swiglu_limit, numerics.dtype
+
+    def boundary(
+        self, spec: BoundarySpec, source, norm, projection, coefficients, output, **options
+    ) -> Boundary:
+        """One boundary; `source` is the streams, or (table, tokens) in front of the first layer."""
+        streams = boundaries.embedded(*source, spec) if isinstance(source, tuple) else source
+        return boundaries.boundary(spec, streams, norm, projection, coefficients, output, **options)
+
+    def boundary_and_route(
+        self,
+        spec: BoundarySpec,
+        router: RouterSpec,
+        streams: jax.Array,
+        norm: jax.Array,
+        projection: Projection,
+        gate: Gate,
+        count: jax.Array,
+        coefficients: jax.Array,
+        output: Output,
+        tokens: jax.Array,
+    ) -> tuple[Boundary, Routes, jax.Array]:
+        """The boundary in front of a mixture of experts, its routes, and the expert ids [R, K]."""
+        made = boundaries.boundary(spec, streams, norm, projection, coefficients, output)
+        return made, *routing.route(router, made.x, gate, count, tokens)
+
+    def products(self, rounded, matrix: PackedMatrix, x, weight) -> tuple[jax.Array, jax.Array]:
+        """An FP8 product of rounded rows and a BF16 product of exact ones, unsummed."""
+        return dense.products(rounded, matrix, x, weight)
+
+    def product(self, x: jax.Array, matrix: PackedMatrix, groups: int = 1) -> jax.Array:
+        """An FP8 product, unsummed: float32 [S, R, N]."""
+        return dense.product(x, matrix, groups=groups)
+
+    def write(
+        self,
+        rows: Rows,
+        caches: Caches,
+        length: jax.Array,
+        count: jax.Array,
+        spec: RowSpec,
+        pool: PoolSpec | None = None,
+        compressor: Compressor | None = None,
+        index: Compressor | LatentIndex | None = None,
+    ) -> tuple[Caches, jax.Array | None]:
+        """The cache writes of one layer, and the query latent as products read it."""
+        return key_rows.write(rows, caches, length, count, spec, pool, compressor, index)
+
+    def block_rows(self, rows: Rows, spec: RowSpec) -> tuple[jax.Array, jax.Array]:
+        """Key-value rows [R, d] of a drafter's block, and its query latent."""
+        return key_rows.window_rows(rows, spec), key_rows.query_latent(rows, spec)
+
+    def choose(
+        self,
+        q: Columns,
+        weights: Columns,
+        table: jax.Array,
+        keys: jax.Array,
+        length: jax.Array,
+        count: jax.Array,
+        spec: IndexSpec,
+        candidates: Listed | None,
+    ) -> tuple[Listed, Listed | None]:
+        """The entries each row attends to, and the candidate blocks that members choose among."""
+        return index_selection.choose(q, weights, table, keys, length, count, spec, candidates)
+
+    def attend(
+        self,
+        q: Columns,
+        table: jax.Array,
+        sink: jax.Array,
+        ring: jax.Array,
+        length: jax.Array,
+        count: jax.Array,
+        far: FarKeys,
+        spec: AttentionSpec,
+    ) -> jax.Array:
+        """The attention core [R, H * d]."""
+        return attention.attend(q, table, sink, ring, length, count, far, spec)
+
+    def experts(
+        self, x: jax.Array, routed: PackedExperts, shared: PackedExperts, routes: Routes, chosen: int
+    ) -> jax.Array:
+        """Partial outputs [R, chosen + 1, D] of the routed experts and the shared one."""
+        hidden = experts.gate_up(
+            x, routed, shared, routes, limit=self.limit, dtype=self.dtype, rounded=bool(self.round_block)
+        )
+        return experts.down(
+            hidden, routed, shared, routes, chosen=chosen, round_block=self.round_block, dtype=self.dtype
+        )
+
+    def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
+        """float32 [R, V] of normed rows."""
+        return dense.exact_product(x, head)[0]
+
+
+class FusedBodies(ReferenceBodies):
+    """One or two launches an operation; see the operations' folders for their pictures."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, rows: int, attention_spec: AttentionSpec):
+        # Triton is an extra: only this body needs it.
+        from pallas_kernels import device_barrier
+        from pallas_kernels.attention import kernels as attention_kernels
+        from pallas_kernels.dense import fused as dense_launches
+        from pallas_kernels.experts import fused as expert_launches
+        from pallas_kernels.head import fused as head_launches
+        from pallas_kernels.hyper_connections import fused as boundary_launches
+        from pallas_kernels.index_selection import kernels as index_kernels
+        from pallas_kernels.key_rows import kernels as row_kernels
+        from pallas_kernels.router import fused as router_launches
+
+        super().__init__(config, numerics, rows, attention_spec)
+        self._attention, self._dense, self._experts = attention_kernels, dense_launches, expert_launches
+        self._head, self._boundaries, self._index = head_launches, boundary_launches, index_kernels
+        self._rows, self._router = row_kernels, router_launches
+        lines = (
+            attention_kernels.counter_lines(rows, attention_spec),
+            boundary_launches.COUNTER_LINES,
+            router_launches.COUNTER_LINES,
+        )
+        self.counters = device_barrier.counters(max(lines))
+
+    def boundary(self, spec, source, norm, projection, coefficients, output, **options):
+        made, self.counters = self._boundaries.boundary(
+            spec, source, norm, projection, self.counters, coefficients, output, **options
+        )
+        return made
+
+    def boundary_and_route(
+        self, spec, router, streams, norm, projection, gate, count, coefficients, output, tokens
+    ):
+        made, routes, ids, self.counters = self._router.boundary_and_route(
+            spec, router, streams, norm, projection, gate, count, self.counters, coefficients, output, tokens
+        )
+        return made, routes, ids
+
+    def products(self, rounded, matrix, x, weight):
+        return self._dense.products(rounded, matrix, x, weight, scale_block=self.block)
+
+    def product(self, x, matrix, groups=1):
+        return self._dense.product(x, matrix, scale_block=self.block, groups=groups)
+
+    def write(self, rows, caches, length, count, spec, pool=None, compressor=None, index=None):
+        return self._rows.write(rows, caches, length, count, spec, pool, compressor, index)
+
+    def block_rows(self, rows, spec):
+        return self._rows.block_rows(rows, spec)
+
+    def choose(self, q, weights, table, keys, length, count, spec, candidates):
+        return self._index.choose(q, weights, table, keys, length, count, spec, candidates)
+
+    def attend(self, q, table, sink, ring, length, count, far, spec):
+        output, self.counters = self._attention.attend(
+            q, table, sink, ring, length, count, far, self.counters, spec
+        )
+        return output
+
+    def experts(self, x, routed, shared, routes, chosen):
+        options = dict(scale_block=self.block, dtype=self.dtype)
+        hidden = self._experts.gate_up(
+            x, routed, shared, routes, limit=self.limit, rounded=bool(self.round_block), **options
+        )
+        return self._experts.down(
+            hidden, routed, shared, routes, chosen=chosen, round_block=self.round_block, **options
+        )
+
+    def logits(self, x, head):
+        return self._head.logits_argmax(x, head, logits=True)[2]

@@ -1,0 +1,204 @@
+"""Backbone and drafter on packed weights; what `speculative/step.py` asks of a model.
+
+Knows: how layers follow each other, taps, the n-gram memory between them, the drafter's block and its chain. Does not
+know: operations inside a layer (layer.py). A pass has 8 rows, what the fused launches are made for.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.hyper_connections import reference as boundaries
+from pallas_kernels.key_rows.reference import Caches, Rows
+from pallas_kernels.rows import Columns
+from pallas_kernels.tiles import PackedMatrix
+from v4flash.config import ModelConfig
+from v4flash.model.backbone import TrunkOutput
+from v4flash.model.drafter import Block, Drafts
+from v4flash.model.engram import compressed_history
+from v4flash.model.fused import layer as layers
+from v4flash.model.fused import specs
+from v4flash.model.fused.bodies import FusedBodies, ReferenceBodies
+from v4flash.model.fused.layer import Pass, Selection, projection
+from v4flash.model.fused.packing import PackedModel
+from v4flash.model.numerics import Numerics, rms_norm
+from v4flash.state import DecodeState, ring_write
+
+ROWS = 8
+
+
+class FusedBackbone:
+    """The target; offers `trunk` and `logits` as `backbone.Backbone` does."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, packed: PackedModel, bodies):
+        self.config, self.numerics, self.packed, self.bodies = config, numerics, packed, bodies
+
+    def trunk(
+        self, tokens: jax.Array, state: DecodeState, count: jax.Array
+    ) -> tuple[TrunkOutput, DecodeState]:
+        """Runs tokens int32 [8] at positions state.length.. ; the first `count` are live."""
+        config, packed = self.config, self.packed
+        spec = specs.boundary_spec(config, self.numerics)
+        state = state.replace(tokens=ring_write(state.tokens, tokens, state.length, count))
+        run = Pass.start(self.bodies, config, self.numerics, tokens, state.length, count)
+        targets = config.draft.target_layer_ids if config.draft else ()
+        # A tap behind a layer is the tap in front of the next.
+        tapped = {index if config.taps_are_inputs else index + 1 for index in targets}
+        source, output, selection = (packed.embed, tokens), None, Selection()
+        coefficients = boundaries.first_coefficients(tokens.shape[0], spec) if spec.delayed else None
+        means, routes = {}, []
+        for layer, pack in zip(config.layers, packed.layers, strict=True):
+            with jax.named_scope(f"layer_{layer.index}"):
+                if layer.index in packed.engrams:
+                    source, output = (
+                        self._remembered(run, layer.index, state, source, coefficients, output),
+                        None,
+                    )
+                with jax.named_scope("attention"):
+                    tap = layer.index in tapped
+                    made = run.ops.boundary(
+                        spec,
+                        source,
+                        pack.floats["attn_norm"],
+                        projection(pack.floats, "hc_attn"),
+                        coefficients,
+                        output,
+                        tap=tap,
+                    )
+                    if tap:
+                        means[layer.index] = made.tap
+                    parts, state, selection = layers.attend(run, layer, pack, made, state, selection)
+                with jax.named_scope("ffn"):
+                    source, coefficients, output, ids = layers.feed_forward(
+                        run, pack, made, parts, config.num_experts_per_tok, config.n_routed_experts
+                    )
+                routes.append(ids)
+        with jax.named_scope("head"):
+            last, tap = config.num_hidden_layers, config.num_hidden_layers in tapped
+            head = projection(packed.floats, "hc_head") if "hc_head.fn" in packed.floats else None
+            made = run.ops.boundary(
+                spec, source, packed.floats["norm"], head, coefficients, output, last=True, tap=tap
+            )
+            if tap:
+                means[last] = made.tap
+        joined = jnp.concatenate([means[i] for i in sorted(tapped)], axis=-1) if targets else None
+        return TrunkOutput(made.hidden, joined, routes, [], []), state
+
+    def logits(self, hidden: jax.Array, weight: jax.Array | None = None) -> jax.Array:
+        """float32 logits [R, V] of hidden rows [R, D]; `weight` is that of the norm, by default the final one."""
+        with jax.named_scope("head"):
+            weight = self.packed.floats["norm"] if weight is None else weight
+            rows = hidden.shape[0]
+            x = rms_norm(hidden, weight, self.config.rms_norm_eps)
+            ops = self.bodies(
+                self.config, self.numerics, ROWS, specs.attention_spec(self.config, self.numerics)
+            )
+            return ops.logits(jnp.pad(x, ((0, -rows % ROWS), (0, 0))), self.packed.head)[:rows]
+
+    def _remembered(self, run: Pass, index: int, state, source, coefficients, output) -> jax.Array:
+        """Streams [R, S, D] in front of a layer with the memory of their n-grams added."""
+        spec = specs.boundary_spec(self.config, self.numerics)
+        streams = boundaries.embedded(*source, spec) if isinstance(source, tuple) else source
+        if output is not None:
+            rows = boundaries.output_rows(output, spec.type)
+            streams = boundaries.spread(coefficients, rows, streams)
+        positions = run.length + jnp.arange(run.tokens.shape[0], dtype=jnp.int32)
+        history = compressed_history(self.config.engram, self.packed.token_map, state.tokens, positions)
+        return self.packed.engrams[index](streams, history)
+
+
+class FusedDrafter:
+    """The drafter; offers `commit`, `block` and `chain` as `drafter.Drafter` does."""
+
+    def __init__(self, config: ModelConfig, numerics: Numerics, packed: PackedModel, bodies):
+        self.config, self.numerics, self.packed, self.bodies = config, numerics, packed, bodies
+
+    def commit(self, state: DecodeState, taps: jax.Array, start: jax.Array, count: jax.Array) -> DecodeState:
+        """Writes context rows of the first `count` (verified) rows, standing at positions start.. ."""
+        config, packed = self.config, self.packed
+        tokens = jnp.zeros((taps.shape[0],), jnp.int32)
+        run = Pass.start(self.bodies, config, self.numerics, tokens, start, count)
+        matrix = PackedMatrix(packed.tap_words["taps.words"], packed.tap_words["taps.scales"])
+        product = Columns(run.ops.product(run.rounded(taps), matrix), 0, config.hidden_size)
+        main = rms_norm(
+            product.summed().astype(self.numerics.dtype),
+            packed.draft_floats["main_norm"],
+            config.rms_norm_eps,
+        )
+        main, rings = run.rounded(main), []
+        for pack, ring in zip(packed.stages, state.draft_windows, strict=True):
+            kv = Columns(run.ops.product(main, layers.key_matrix(pack, config)), 0, config.head_dim)
+            rows = Rows(kv, pack.floats["kv_norm"], run.turns.plain)
+            spec = specs.row_spec(config, self.numerics)
+            rings.append(run.ops.write(rows, Caches(ring), start, count, spec)[0].window)
+        return state.replace(draft_windows=tuple(rings))
+
+    def block(
+        self, backbone: FusedBackbone, state: DecodeState, anchor: jax.Array, rows: int, live: jax.Array
+    ) -> Block:
+        """Runs the block [anchor, noise, ...] behind the committed context; arguments as in `Drafter.block`."""
+        config, packed, draft = self.config, self.packed, self.config.draft
+        spec = specs.boundary_spec(config, self.numerics)
+        tokens = jnp.full((ROWS,), draft.noise_token_id, jnp.int32).at[0].set(anchor)
+        run = Pass.start(self.bodies, config, self.numerics, tokens, state.length, live)
+        source, output, routes = (packed.embed, tokens), None, []
+        coefficients = boundaries.first_coefficients(ROWS, spec) if spec.delayed else None
+        for number, (pack, ring) in enumerate(zip(packed.stages, state.draft_windows, strict=True)):
+            with jax.named_scope(f"draft_stage_{number}"):
+                with jax.named_scope("attention"):
+                    made = run.ops.boundary(
+                        spec,
+                        source,
+                        pack.floats["attn_norm"],
+                        projection(pack.floats, "hc_attn"),
+                        coefficients,
+                        output,
+                    )
+                    parts = layers.attend_block(run, pack, made, ring)
+                with jax.named_scope("ffn"):
+                    source, coefficients, output, ids = layers.feed_forward(
+                        run, pack, made, parts, draft.num_experts_per_tok, draft.n_routed_experts
+                    )
+                routes.append(ids[:rows])
+        floats = packed.draft_floats
+        head = projection(floats, "hc_head") if "hc_head.fn" in floats else None
+        made = run.ops.boundary(spec, source, floats["norm"], head, coefficients, output, last=True)
+        with jax.named_scope("head"):
+            logits = run.ops.logits(made.x, packed.head)
+        return Block(made.hidden[:rows], logits[:rows], [], routes)
+
+    def chain(self, block: Block, anchor: jax.Array, draw: Callable) -> tuple[Drafts, Any]:
+        """Draws the tokens one after another, as `Drafter.chain` does; unrolled, to stay one captured graph."""
+        previous, steps = anchor, []
+        weight = self.packed.draft_floats["confidence"]
+        with jax.named_scope("markov_chain"):
+            for j in range(block.hidden.shape[0]):
+                embedded = self.packed.markov_embed[previous].astype(jnp.float32)
+                bias = self.numerics.exact_product("r,vr->v", embedded, self.packed.markov_head)
+                logits = block.base_logits[j] + bias
+                previous, kept = draw(jnp.int32(j), logits)
+                joined = jnp.concatenate([block.hidden[j].astype(jnp.float32), embedded])
+                sure = self.numerics.exact_product("k,nk->n", joined, weight)[0]
+                steps.append((previous, logits, sure, kept))
+        ids, logits, confidence, kept = jax.tree.map(lambda *rows: jnp.stack(rows), *steps)
+        return Drafts(ids, logits, confidence), kept
+
+
+class FusedModel:
+    """Target and drafter over one set of packed weights.
+
+    Args: packed, from `packing.pack_model`; bodies, FusedBodies or ReferenceBodies.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        packed: PackedModel,
+        bodies: type[ReferenceBodies] = FusedBodies,
+    ):
+        self.config, self.numerics = config, numerics
+        self.backbone = FusedBackbone(config, numerics, packed, bodies)
+        self.drafter = FusedDrafter(config, numerics, packed, bodies) if packed.stages else None

@@ -1,0 +1,198 @@
+"""A loaded model's weights in the form that the fused operations read.
+
+Knows: which published matrices share an input and are joined, and which small arrays share an arena. Does not know: the
+bits of a packed matrix (`pallas_kernels.tiles`), or how operations follow each other.
+
+    projections   wq_a, wkv                            read the rounded input of attention
+    exact         compressors, index weights           read the unrounded one
+    queries       wq_b, the indexer's wq_b             read the query latent
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dense.packing import join_bf16, pack_fp8
+from pallas_kernels.experts.packing import PackedExperts, pack_routed, pack_shared
+from pallas_kernels.tiles import PackedMatrix
+from v4flash.config import LayerConfig, ModelConfig
+from v4flash.model.backbone import Layer
+from v4flash.model.drafter import DraftStage, Model
+from v4flash.model.engram import Engram
+from v4flash.model.fused.arena import Arena
+from v4flash.model.hyper_connections import HyperConnection, HyperHead
+from v4flash.model.numerics import Linear
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedLayer:
+    """One layer.
+
+    Attributes:
+      words: int32, the dense matrices and the shared expert, `NAME.words` and `NAME.scales`.
+      plain: bfloat16, the joined `exact` matrix, the router's `gate`, the `index_projection`.
+      floats: float32, hyper-connections, norms, sinks, biases.
+      experts: the routed experts.
+      table: int32 [V, K] of hash routing, else None.
+      exact_columns: (name, width) of the joined exact matrix' parts in order.
+    """
+
+    words: Arena
+    plain: Arena
+    floats: Arena
+    experts: PackedExperts
+    table: jax.Array | None
+    exact_columns: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
+
+    def matrix(self, name: str) -> PackedMatrix:
+        """A packed dense matrix."""
+        return PackedMatrix(self.words[f"{name}.words"], self.words[f"{name}.scales"])
+
+    @property
+    def shared(self) -> PackedExperts:
+        return PackedExperts(self.matrix("shared.gate_up"), self.matrix("shared.down"))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PackedModel:
+    """The whole model.
+
+    Attributes:
+      embed, head: bfloat16 [V, D].
+      floats: the final norm and, where the model has one, the final hyper-connection.
+      token_map: int32 [V] of the n-gram memory, else None.
+      engrams: {layer: its n-gram memory, an nnx module}.
+      layers, stages: backbone and drafter.
+      tap_words: the projection of the drafter's taps; None without a drafter.
+      draft_floats: its norm, the drafter's final norm and final hyper-connection, and the confidence weight.
+      markov_embed, markov_head: bfloat16 [V, rank].
+    """
+
+    embed: jax.Array
+    head: jax.Array
+    floats: Arena
+    token_map: jax.Array | None
+    engrams: dict[int, Engram]
+    layers: tuple[PackedLayer, ...]
+    stages: tuple[PackedLayer, ...]
+    tap_words: Arena | None = None
+    draft_floats: Arena | None = None
+    markov_embed: jax.Array | None = None
+    markov_head: jax.Array | None = None
+
+
+def _published(linear: Linear) -> tuple[jax.Array, jax.Array]:
+    if linear.scale is None:
+        raise ValueError("packing needs weights in their published payload, found decoded ones")
+    return linear.weight[...], linear.scale[...]
+
+
+def _named(name: str, matrix: PackedMatrix) -> dict[str, jax.Array]:
+    return {f"{name}.words": matrix.words, f"{name}.scales": matrix.scales}
+
+
+def _hyper(name: str, module: HyperConnection | HyperHead) -> dict[str, jax.Array]:
+    return {
+        f"{name}.{part}": value[...]
+        for part, value in (("fn", module.fn), ("base", module.base), ("scale", module.scale))
+    }
+
+
+def pack_layer(config: ModelConfig, layer: LayerConfig, module: Layer) -> PackedLayer:
+    """Packs a backbone layer or a drafter stage with payload weights."""
+    attn, ffn, block = module.attn, module.ffn, config.weight_block_size
+    name = f"layer {layer.index}"
+    queries, exact = [_published(attn.wq_b)], {}
+    floats = {
+        **_hyper("hc_attn", module.hc_attn),
+        **_hyper("hc_ffn", module.hc_ffn),
+        "attn_norm": module.attn_norm.weight[...],
+        "ffn_norm": module.ffn_norm.weight[...],
+        "q_norm": attn.q_norm.weight[...],
+        "kv_norm": attn.kv_norm.weight[...],
+        "attn_sink": attn.attn_sink[...],
+    }
+    plain = {"gate": ffn.gate.weight[...]}
+    compressors = {"compressor": attn.compressor, "index": attn.indexer and attn.indexer.compressor}
+    for part, compressor in compressors.items():
+        if compressor is None:
+            continue
+        exact[f"{part}.value"] = compressor.wkv.weight[...]
+        if compressor.wgate is not None:
+            exact[f"{part}.gate"] = compressor.wgate.weight[...]
+        if compressor.ape is not None:
+            floats[f"{part}.bias"] = compressor.ape[...]
+        floats[f"{part}.norm"] = compressor.norm.weight[...]
+    if attn.indexer is not None and attn.indexer.wq_b is not None:
+        queries.append(_published(attn.indexer.wq_b))
+        exact["index_weights"] = attn.indexer.weights_proj.weight[...]
+    if attn.indexer is not None and attn.indexer.wk is not None:
+        plain["index_projection"] = attn.indexer.wk.weight[...]
+        floats["index.norm"] = attn.indexer.k_norm.weight[...]
+    if exact:
+        plain["exact"] = join_bf16(list(exact.values()))
+    if ffn.gate.bias is not None:
+        floats["gate.bias"] = ffn.gate.bias[...]
+    shared = ffn.shared_experts
+    own = pack_shared(
+        *_published(shared.w1), *_published(shared.w3), *_published(shared.w2), block, f"{name} shared expert"
+    )
+    routed = ffn.experts
+    words = {
+        **_named("projections", pack_fp8([_published(attn.wq_a), _published(attn.wkv)], block, name)),
+        **_named("queries", pack_fp8(queries, block, name)),
+        **_named("wo_a", pack_fp8([_published(attn.wo_a)], block, name)),
+        **_named("wo_b", pack_fp8([_published(attn.wo_b)], block, name)),
+        **_named("shared.gate_up", own.gate_up),
+        **_named("shared.down", own.down),
+    }
+    table = ffn.gate.tid2eid
+    return PackedLayer(
+        Arena.pack(words, jnp.int32),
+        Arena.pack(plain, jnp.bfloat16),
+        Arena.pack(floats, jnp.float32),
+        pack_routed(*_published(routed.w1), *_published(routed.w3), *_published(routed.w2), f"{name} expert"),
+        None if table is None else table[...],
+        tuple((part, weight.shape[0]) for part, weight in exact.items()),
+    )
+
+
+def pack_model(model: Model) -> PackedModel:
+    """Packs a model whose weights are in their published payload (`Numerics.packed`)."""
+    config, backbone = model.config, model.backbone
+    floats = {"norm": backbone.norm.weight[...]}
+    if backbone.hc_head is not None:
+        floats |= _hyper("hc_head", backbone.hc_head)
+    packed = PackedModel(
+        embed=backbone.embed[...],
+        head=backbone.head[...],
+        floats=Arena.pack(floats, jnp.float32),
+        token_map=None if backbone.token_map is None else backbone.token_map[...],
+        engrams={m.layer.index: m.engram for m in backbone.layers if m.engram is not None},
+        layers=tuple(pack_layer(config, m.layer, m) for m in backbone.layers),
+        stages=(),
+    )
+    return packed if model.drafter is None else _with_drafter(packed, config, list(model.drafter.stages))
+
+
+def _with_drafter(packed: PackedModel, config: ModelConfig, stages: list[DraftStage]) -> PackedModel:
+    first, last = stages[0], stages[-1]
+    floats = {
+        "main_norm": first.main_norm.weight[...],
+        "norm": last.norm.weight[...],
+        "confidence": last.confidence.weight[...],
+    }
+    if last.hc_head is not None:
+        floats |= _hyper("hc_head", last.hc_head)
+    taps = pack_fp8([_published(first.main_proj)], config.weight_block_size, "main_proj")
+    return dataclasses.replace(
+        packed,
+        stages=tuple(pack_layer(config, stage.layer, stage) for stage in stages),
+        tap_words=Arena.pack(_named("taps", taps), jnp.int32),
+        draft_floats=Arena.pack(floats, jnp.float32),
+        markov_embed=last.markov_head.embed[...],
+        markov_head=last.markov_head.head[...],
+    )

@@ -1,0 +1,110 @@
+"""The model on packed weights, run on the operations' definitions, against the plain modules.
+
+The order of operations, packing and joining of matrices, rotations, caches and taps are the same whichever body an
+operation has; that the fused bodies compute what the definitions say is tested with each operation.
+"""
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from toy_models import FAMILIES, Toy, assert_same_state, toy
+
+from pallas_kernels import formats
+from v4flash.model.drafter import Model
+from v4flash.model.fused.arena import Arena
+from v4flash.model.fused.bodies import ReferenceBodies
+from v4flash.model.fused.model import ROWS, FusedModel
+from v4flash.model.fused.packing import pack_model
+from v4flash.model.numerics import Numerics
+
+# Sums of float32 in another order, behind a few layers; a rounding that flips moves a logit by about this much.
+TOLERANCE = 2e-4
+# The toy's weights are noise: where a rounding of the drafter falls on the edge, its whole block comes out other.
+UNLIKE_BLOCKS = 1
+CONTEXT = 160
+BLOCK = 5
+
+
+def with_payloads(family: str) -> Toy:
+    """The toy with its weights stored as published: FP8 and FP4 payloads with scales, bf16."""
+    plain = toy(family, quantise=True)
+    config, numerics = plain.config, Numerics(quantise=True, packed=True)
+    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Model(config, numerics)))
+    decoded = {path: variable.get_value() for path, variable in nnx.to_flat_state(plain.params)}
+    variables, payloads, chosen = nnx.to_flat_state(abstract), {}, []
+    for path, variable in variables:
+        dtype, rows = variable.get_value().dtype, "engram" in path and "embed" in path
+        if path[-1] != "weight" or dtype not in (jnp.float8_e4m3fn, jnp.uint8):
+            continue
+        if dtype == jnp.uint8:
+            pair = formats.encode_fp4(decoded[path])
+        elif rows:
+            pair = (
+                part[:, 0] for part in formats.encode_fp8(decoded[path][:, None], config.weight_block_size)
+            )
+        else:
+            pair = formats.encode_fp8(decoded[path], config.weight_block_size)
+        payloads |= zip((path, (*path[:-1], "scale")), pair, strict=True)
+    for path, variable in variables:
+        value, shape = payloads.get(path, decoded.get(path)), variable.get_value()
+        assert value.shape == shape.shape, path
+        chosen.append((path, variable.replace(value.astype(shape.dtype))))
+    return Toy(config, numerics, graphdef, nnx.from_flat_state(chosen))
+
+
+def one_pass(model, tokens, state, count):
+    """Everything a step asks of a model: logits, routes, state, and a drafted block behind it."""
+    output, state = model.backbone.trunk(tokens, state, count)
+    logits = model.backbone.logits(output.hidden)
+    state = model.drafter.commit(state, output.taps, state.length, count).advance(count)
+    block = model.drafter.block(model.backbone, state, tokens[0], BLOCK, jnp.int32(BLOCK))
+    drafts, _ = model.drafter.chain(
+        block, tokens[0], lambda j, row: (jnp.argmax(row).astype(jnp.int32), None)
+    )
+    return logits, output.routes, state, block.base_logits, drafts.ids, drafts.confidence
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_model_computes_what_the_modules_do(family):
+    plain = with_payloads(family)
+    packed = pack_model(plain.model)
+    config, numerics = plain.config, plain.numerics
+    modules = jax.jit(lambda params, *rest: one_pass(nnx.merge(plain.graphdef, params), *rest))
+    joined = jax.jit(
+        lambda packed, *rest: one_pass(FusedModel(config, numerics, packed, ReferenceBodies), *rest)
+    )
+    first = second = plain.state(CONTEXT, ROWS)
+    ids, place, blocks, alike = np.random.default_rng(3).integers(2, 90, CONTEXT), 0, 0, 0
+    for count in (8, 3, 8, 1, 5, 8, 7, *[8] * 13):  # past the window, and over a closing group of 128
+        tokens = jnp.asarray(np.resize(ids[place : place + count], ROWS), jnp.int32)
+        logits, routes, first, *drafted = modules(plain.params, tokens, first, jnp.int32(count))
+        found, found_routes, second, *found_drafted = joined(packed, tokens, second, jnp.int32(count))
+        place += count
+        np.testing.assert_allclose(found[:count], logits[:count], rtol=0, atol=TOLERANCE)
+        blocks += 1
+        alike += all(
+            np.allclose(ours, theirs, rtol=0, atol=TOLERANCE)  # base logits, ids, confidence
+            for ours, theirs in zip(found_drafted, drafted, strict=True)
+        )
+        for ours, theirs in zip(found_routes, routes, strict=True):
+            assert ours[:count].tolist() == theirs[:count].tolist()
+        assert_same_state(config, second, first, TOLERANCE)
+    assert alike >= blocks - UNLIKE_BLOCKS
+
+
+def test_arena_gives_back_what_it_took():
+    arrays = {
+        "a": jnp.arange(6.0).reshape(2, 3),
+        "b": jnp.ones((1,)),
+        "c": jnp.zeros((0, 4)),
+        "d": jnp.arange(70.0),
+    }
+    arena = Arena.pack(arrays, jnp.float32)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(arena[name], array)
+    assert "a" in arena and "e" not in arena
+    with pytest.raises(KeyError):
+        arena["e"]
+    assert len(jax.tree.leaves(arena)) == 1
