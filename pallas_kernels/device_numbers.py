@@ -1,0 +1,113 @@
+"""Number formats inside Triton kernels: the device forms of pallas_kernels/formats.py, and exact products.
+
+Knows: how float32 values become those a bfloat16 array holds, the activation rounding (E4M3 on a power-of-two scale
+per block), decoding of E4M3 and E8M0 bytes, and products that lose nothing of a float32 operand. Does not know: any
+operation of the model.
+
+The functions give the same bits compiled and interpreted, as far as the arithmetic of both agrees. Triton's
+interpreter truncates where the hardware rounds to bfloat16, hence the two bodies of `rounded`.
+"""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels import launch
+from pallas_kernels.formats import ACTIVATION_FLOOR as _ACTIVATION_FLOOR
+from pallas_kernels.formats import E4M3_MAX as _E4M3_MAX
+
+INTERPRETED = tl.constexpr(launch.INTERPRETED)
+E4M3_MAX = tl.constexpr(_E4M3_MAX)
+ACTIVATION_FLOOR = tl.constexpr(_ACTIVATION_FLOOR)
+SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """float32 `x` as an array of `dtype` (float32 or bfloat16) would hold it, still float32."""
+    if dtype == tl.bfloat16:
+        if INTERPRETED:
+            bits = x.to(tl.uint32, bitcast=True)
+            bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+            return bits.to(tl.float32, bitcast=True)
+        else:
+            return x.to(tl.bfloat16).to(tl.float32)
+    else:
+        return x
+
+
+@triton.jit
+def inverse_rms(sum_of_squares, count: tl.constexpr, eps: tl.constexpr):
+    """rsqrt(mean + eps), finite for all-zero rows."""
+    return tl.rsqrt(tl.maximum(sum_of_squares / count + eps, SMALLEST_NORMAL))
+
+
+@triton.jit
+def round_activations(x, axis: tl.constexpr):
+    """`formats.fp8_round_trip` with one block along `axis` of float32 `x`; the values returned fit float16."""
+    largest = tl.maximum(tl.max(tl.abs(x), axis=axis, keep_dims=True), ACTIVATION_FLOOR)
+    bits = tl.div_rn(largest, E4M3_MAX).to(tl.uint32, bitcast=True)
+    exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.uint32)
+    scale = (exponent << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - exponent) << 23).to(tl.float32, bitcast=True)
+    return round_e4m3(x * inverse) * scale
+
+
+@triton.jit
+def round_e4m3(x):
+    """Nearest E4M3 value, ties to even, saturating; NaN stays NaN.
+
+    Adding and removing a number whose last bit is one step of E4M3 rounds to that step.
+    """
+    x = tl.maximum(x, -E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
+    x = tl.minimum(x, E4M3_MAX, propagate_nan=tl.PropagateNan.ALL)
+    power = (x.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    anchor = tl.maximum(power, 0.015625) * 1572864.0  # 1.5 * 2^23 steps of an eighth of the power of two
+    return (x + anchor) - anchor
+
+
+@triton.jit
+def decode_e4m3(payload):
+    """E4M3 bytes (uint8) to float32."""
+    wide = payload.to(tl.uint32)
+    magnitude = ((wide & 0x7F) << 20).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+    return tl.where(wide >= 128, -magnitude, magnitude)
+
+
+@triton.jit
+def decode_e8m0(payload):
+    """Scale bytes (uint8) to float32 powers of two; byte 255, which no checkpoint holds, is infinity."""
+    wide = payload.to(tl.uint32)
+    return tl.where(wide == 0, 1 << 22, wide << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def settled(x):
+    """32-bit `x` itself, computed where its loads put it.
+
+    Triton likes to carry the layout of a product's operand, which every warp holds whole, back to all the loads that
+    the operand comes from; one layout change per load is far dearer than one for the operand.
+    """
+    if INTERPRETED:
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
+
+
+@triton.jit
+def full_product(a, b, total, b_dtype: tl.constexpr):
+    """total + a @ b for float32 a [M, K] and b [K, N], where b holds values of `b_dtype`; nothing of a is lost.
+
+    bfloat16 values of b allow tensor cores: a float32 number is the sum of three bfloat16 numbers, and products of
+    two bfloat16 numbers are exact in float32.
+    """
+    if b_dtype == tl.bfloat16 and not INTERPRETED:
+        narrow = b.to(tl.bfloat16)
+        high = a.to(tl.bfloat16)
+        rest = a - high.to(tl.float32)
+        middle = rest.to(tl.bfloat16)
+        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
+        total = tl.dot(low, narrow, total)
+        total = tl.dot(middle, narrow, total)
+        return tl.dot(high, narrow, total)
+    else:
+        return total + tl.dot(a, b, input_precision="ieee")
