@@ -199,7 +199,7 @@ def _source_records(
         }
         if own:
             record |= {
-                "class": own[0].kind,
+                "class": ", ".join(kind for kind in CLASSES if any(d.kind == kind for d in own)),
                 "documents": len(own),
                 "bytes": sum(len(d.text.encode()) for d in own),
                 "documents_sha256": hashlib.sha256(lines.encode()).hexdigest(),
