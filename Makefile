@@ -1,4 +1,4 @@
-# Targets: env demo env-test test test-slow notebooks lint clean.  `make demo` on a fresh clone installs the base only.
+# Targets: env demo env-test test test-slow notebooks budgets lint clean.  `make demo` on a fresh clone installs the base only.
 
 SHELL := /bin/bash
 PY := .venv/bin/python
@@ -7,10 +7,12 @@ TEST_STAMP := .venv/.stamp-test
 SOURCES := src pallas_kernels tests $(wildcard notebooks/*.py) run_decode.py
 # Two workers: the suite compiles JAX programs, and each one fills a core.
 WORKERS ?= 2
+BUDGET_BACKENDS ?= xla
+COMPILER := jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-nvvm
 PROMPT ?= What is a generator?
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: env demo env-test test test-slow notebooks lint clean
+.PHONY: env demo env-test test test-slow notebooks budgets lint clean
 
 env: $(BASE_STAMP)
 
@@ -30,7 +32,9 @@ demo: env
 env-test: $(TEST_STAMP)
 
 $(TEST_STAMP): $(BASE_STAMP)
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[test,notebooks]'
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[test,notebooks,compile]'
+	@# Without dependencies: compiling needs plugin and assembler, not 2 GB of libraries that only a GPU uses.
+	$(PY) -m pip install --quiet --no-deps -c constraints.txt $(COMPILER)
 	@touch $@
 
 lint: env-test
@@ -46,6 +50,13 @@ test-slow: lint
 # Executes every notebook and writes its outputs into the .ipynb beside it.
 notebooks: env-test
 	JAX_PLATFORMS=cpu $(PY) notebooks/execute.py
+
+# Compiles the step of both checkpoints for both GPUs and records what it launches: minutes each, 3 GB of memory.
+budgets: env-test
+	@for config in v4-flash-0731 v4.1-flash; do for target in h200 gb300; do for backend in $(BUDGET_BACKENDS); do \
+	  $(PY) -m v4flash kernels budget --config $$config --target $$target --backend $$backend --json \
+	    > docs/budgets/new.json && mv docs/budgets/new.json docs/budgets/$$config-$$target-$$backend.json \
+	    || exit 1; done; done; done
 
 clean:
 	rm -rf .venv build dist results .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -12,10 +12,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from v4flash.cli import device
 from v4flash.cli.options import Parser
 from v4flash.errors import CapacityError, V4FlashError
 
-COMMANDS = ("decode", "inspect", "convert", "logits", "draft")
+COMMANDS = ("decode", "inspect", "convert", "logits", "draft", "kernels")
 INTERRUPTED = 130
 _EPILOG = """exit codes: 0 done, 1 the run failed, 2 wrong usage, 3 checkpoint missing or damaged,
 4 does not fit, or the device is not there, 130 interrupted"""
@@ -46,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command line (default: the process's) and returns its exit code. Nothing escapes but bugs here."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments
+    device.default_platform()
     try:
         code = _run(arguments)
         sys.stdout.flush()

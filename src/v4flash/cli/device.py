@@ -3,6 +3,7 @@
 Knows: JAX's platform switch and what an absent GPU means to a person. Does not know: models.
 """
 
+import ctypes
 import dataclasses
 import os
 import resource
@@ -13,7 +14,8 @@ from v4flash.errors import CapacityError
 
 _PLATFORMS = {"cpu": "cpu", "gpu": "cuda"}
 _INSTALL_HINT = "install the GPU libraries with: pip install -c constraints.txt -e '.[gpu]'"
-_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+_DRIVER_FILES = (Path("/dev/nvidiactl"), Path("/proc/driver/nvidia/version"))
+_DRIVER_LIBRARY = "libcuda.so.1"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,11 +30,36 @@ class Device:
         return self.platform if self.kind in ("", self.platform) else f"{self.platform} ({self.kind})"
 
 
+def has_nvidia_driver() -> bool:
+    """Whether this machine has an NVIDIA driver: its device files, or the library that talks to it."""
+    if any(file.exists() for file in _DRIVER_FILES):
+        return True
+    try:
+        ctypes.CDLL(_DRIVER_LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
+def default_platform() -> None:
+    """Sets JAX_PLATFORMS=cpu where there is no NVIDIA driver and the user set nothing; call before JAX starts.
+
+    With the CUDA plugin installed (for compiling) and no driver, JAX would begin every run with a traceback.
+    """
+    if not os.environ.get("JAX_PLATFORMS") and not has_nvidia_driver():
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
 def choose(wanted: str | None) -> Device:
     """Starts JAX on the wanted device ('cpu', 'gpu', or None for JAX's own choice).
 
     Raises CapacityError when a GPU is asked for and none can be used, or when JAX finds no device at all.
     """
+    if wanted == "gpu" and not has_nvidia_driver():
+        raise CapacityError(
+            f"--device gpu: this machine has no NVIDIA driver (no {_DRIVER_FILES[0]}, no {_DRIVER_LIBRARY}); "
+            f"leave the option out, or on a machine with one {_INSTALL_HINT}"
+        )
     if wanted:
         os.environ["JAX_PLATFORMS"] = _PLATFORMS[wanted]
     import jax
@@ -54,7 +81,7 @@ def choose(wanted: str | None) -> Device:
         ) from None
     jax.config.update("jax_default_device", device if wanted else None)
     remark = None
-    if device.platform == "cpu" and wanted is None and not asked and _NVIDIA_DRIVER.exists():
+    if device.platform == "cpu" and wanted is None and not asked and has_nvidia_driver():
         remark = f"this machine has an NVIDIA driver, but JAX runs on the CPU; {_INSTALL_HINT}"
     return Device(device.platform, device.device_kind, remark)
 

@@ -1,0 +1,176 @@
+"""The kernel budget of a configuration's step: one JSON document, made in a process of its own.
+
+Knows: what belongs in the document, its versions, and how to run the compiler apart: compiling holds gigabytes,
+writes to standard error, and must not start JAX on a GPU. Does not know: how a person sees it (cli/kernels).
+"""
+
+import dataclasses
+import json
+import os
+import resource
+import subprocess
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from v4flash import errors
+from v4flash.errors import CapacityError, UsageError, V4FlashError
+from v4flash.profile import targets
+
+if TYPE_CHECKING:
+    from v4flash.profile.deviceless import Compiled
+
+SCHEMA = "v4flash.kernel_budget/1"
+PACKAGES = ("jax", "jaxlib", "jax-cuda13-plugin", "nvidia-cuda-nvcc", "jax-triton", "triton")
+_ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a budget is asked for: the configuration's file, the target's name, the backend, and sizes.
+
+    `k` None is the drafter's trained block, within what the rows allow.
+    """
+
+    config: str
+    target: str
+    backend: str = "xla"
+    k: int | None = None
+    rows: int = 8
+    chunk: int = 128
+    context: int = 65536
+
+
+def configuration(given: str) -> Path:
+    """The configuration file that a person means: a path, or the name of one in configs/models.
+
+    Raises UsageError where there is neither.
+    """
+    path, known = Path(given).expanduser(), targets.folder().parent / "models"
+    if path.exists():
+        return path
+    if (known / f"{given}.json").is_file():
+        return known / f"{given}.json"
+    names = ", ".join(sorted(file.stem for file in known.glob("*.json"))) or "none"
+    raise UsageError(
+        f"no configuration {given}: expected a config.json, a checkpoint folder, or one of {names}"
+    )
+
+
+def budget(request: Request) -> dict[str, Any]:
+    """The document of one budget, compiled in a process of its own.
+
+    Raises what the compilation raises: UsageError for a backend without bodies, a target without description or
+    too many drafts, CheckpointError for a wrong configuration, CapacityError without the CUDA plugin.
+    """
+    configuration(request.config), targets.target(request.target)
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "v4flash.profile.budget", json.dumps(dataclasses.asdict(request))]
+    done = subprocess.run(
+        command, env=inherited | _ENVIRONMENT, capture_output=True, text=True, errors="replace"
+    )
+    try:
+        answer = json.loads(done.stdout)
+    except ValueError:
+        said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise CapacityError(
+            f"compiling {request.config} for {request.target} ended with code {done.returncode} ({said}); "
+            "the compiler needs about 3 GB of memory"
+        ) from None
+    if "error" in answer:
+        raise getattr(errors, answer["kind"], V4FlashError)(answer["error"])
+    return answer
+
+
+def compiled_budget(request: Request) -> dict[str, Any]:
+    """The document of one budget, compiled in this process."""
+    from v4flash.config import ModelConfig
+    from v4flash.engine.programs import Shapes
+    from v4flash.profile import deviceless
+    from v4flash.speculative.step import draft_limit
+
+    config, target = ModelConfig.from_file(configuration(request.config)), targets.target(request.target)
+    limit = draft_limit(request.rows) if config.draft else 0
+    if request.k is None:
+        request = dataclasses.replace(request, k=min(config.draft.block_size, limit) if config.draft else 0)
+    if request.k > limit:
+        hint = "give more rows" if config.draft else "this configuration has no drafter"
+        raise UsageError(f"k is {request.k}, this program takes 0 to {limit}; {hint}")
+    shapes = Shapes(request.rows, request.chunk, request.context)
+    compiled = deviceless.compile_step(config, target, request.backend, shapes)
+    return document(request, compiled) | {"compile": compiled.seconds | _resources()}
+
+
+def document(request: Request, compiled: "Compiled") -> dict[str, Any]:
+    """The figures of a compiled step, with what was asked for and the floor beneath it."""
+    from v4flash.config import ModelConfig
+    from v4flash.engine.programs import Shapes
+    from v4flash.profile import deviceless, executable_report
+    from v4flash.profile.floor import CORRELATED, UNIFORM, floor
+
+    path = configuration(request.config)
+    config, target = ModelConfig.from_file(path), targets.target(request.target)
+    numerics = deviceless.REAL_NUMERICS
+    shapes = Shapes(request.rows, request.chunk, request.context)
+    _, (weights, stream, _) = deviceless.step_program(config, numerics, request.backend, shapes)
+    report = executable_report.report(compiled, deviceless.tree_bytes(stream))
+    return {
+        "schema": SCHEMA,
+        "config": path.name if path.is_dir() else path.stem,
+        "target": {
+            "name": target.name,
+            "product": target.product,
+            "capability": target.capability,
+            "cores": target.cores,
+            "memory": target.memory,
+        },
+        "backend": request.backend,
+        "k": request.k,
+        "rows": request.rows,
+        "chunk": request.chunk,
+        "context": request.context,
+        "dtype": numerics.dtype.__name__,
+        "mode": "qat" if numerics.quantise else "exact",
+        "layers": config.num_hidden_layers,
+        "draft_stages": config.draft.stages if config.draft else 0,
+        **report.to_json(),
+        "weight_bytes": deviceless.tree_bytes(weights),
+        "fits": compiled.argument_bytes + compiled.temp_bytes <= target.memory,
+        "floor": [
+            floor(config, request.k, request.context, m).to_json(target) for m in (UNIFORM, CORRELATED)
+        ],
+        "versions": {package: metadata.version(package) for package in PACKAGES if _installed(package)},
+    }
+
+
+def _resources() -> dict[str, int | float]:
+    """What this process and the assemblers it started have used: processor seconds, and its own peak of memory."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return {
+        "processor": round(sum(usage.ru_utime + usage.ru_stime for usage in used), 1),
+        "processors": os.cpu_count(),
+        "peak_bytes": used[0].ru_maxrss * 1024,
+    }
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def main() -> int:
+    """Answers the request in the first argument with a document, or with an error, on standard output."""
+    try:
+        answer = compiled_budget(Request(**json.loads(sys.argv[1])))
+    except V4FlashError as error:
+        answer = {"error": str(error), "kind": type(error).__name__}
+    print(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
