@@ -1,5 +1,6 @@
 """Sessions: the pinned loop, rewinding, copying, limits, and that nothing retraces or transfers silently."""
 
+import dataclasses
 import functools
 
 import jax
@@ -189,9 +190,7 @@ def test_a_stray_trace_or_transfer_in_the_loop_raises():
 def test_a_retrace_inside_the_loop_is_caught():
     """A program that is not pinned cannot run in the loop: its first call would trace."""
     model, pinned = toy("v41"), compiled()
-    loose = programs.Programs(
-        SHAPES, pinned.prefill, jax.jit(lambda p, s, c: pinned.step(p, s, c)), 7, 0.0, False
-    )
+    loose = dataclasses.replace(pinned, step=jax.jit(lambda p, s, c: pinned.step(p, s, c)))
     session = Session(loose, model.params, programs.new_state(model.config, model.numerics, SHAPES))
     with pytest.raises(RuntimeError, match="tracing"):
         run(session, prompt(4), 5)

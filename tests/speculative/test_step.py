@@ -1,83 +1,22 @@
 """One speculative step: every accept count, every draft length, stops, limits, and the state afterwards."""
 
-import functools
+import dataclasses
 
-import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scripted_steps import CONTEXT, ROWS, WIDE_ROWS, control, plain, programs, script_for, started
 from toy_models import FAMILIES, assert_same_state, toy
 
 from v4flash.engine.programs import make_control
 from v4flash.speculative.filters import SamplingParams
 from v4flash.speculative.randomness import seed_key
-from v4flash.speculative.step import LIMIT, RUNNING, STOPPED, Stream, draft_limit, prefill, speculative_step
+from v4flash.speculative.step import draft_limit
+from v4flash.speculative.stream import LIMIT, RUNNING, STOPPED
 
-ROWS, WIDE_ROWS, CHUNK, CONTEXT = 8, 16, 32, 320
-GREEDY = SamplingParams.make(temperature=0.0)
 # Prompt lengths on both sides of group ends (4, 128), of the window (16) and of the ring's wrap.
 LENGTHS = (1, 2, 3, 4, 13, 16, 17, 126, 127, 128, 129)
-
-
-@functools.cache
-def programs(family: str, quantise: bool, rows: int):
-    """Jitted prefill and scripted step of a toy model; the script holds a token for every position."""
-    model = toy(family, quantise)
-
-    @jax.jit
-    def run_prefill(params, decode, tokens, count, control):
-        return prefill(nnx.merge(model.graphdef, params), decode, tokens, count, control)
-
-    @jax.jit
-    def run_step(params, stream, control, script):
-        def scripted(merged, stream, control, limit):
-            ids = jax.lax.dynamic_slice(script, (stream.decode.length + 1,), (limit,))
-            return ids, jax.nn.one_hot(ids, merged.config.vocab_size), jnp.zeros((limit,))
-
-        merged = nnx.merge(model.graphdef, params)
-        return speculative_step(merged, stream, control, rows, drafting=scripted)
-
-    return functools.partial(run_prefill, model.params), functools.partial(run_step, model.params)
-
-
-def control(k: int, stop_ids: tuple[int, ...] = (), sampling: SamplingParams = GREEDY):
-    return make_control(k, max(k, 5), sampling, seed_key(11), stop_ids)
-
-
-def started(family, quantise, rows, length, remaining=100) -> Stream:
-    """A stream whose prompt of `length` random tokens is committed."""
-    run_prefill, _ = programs(family, quantise, rows)
-    decode = toy(family, quantise).state(CONTEXT, CHUNK)
-    tokens = np.random.default_rng(length).integers(2, 95, length)
-    for start in range(0, length, CHUNK):
-        part = tokens[start : start + CHUNK]
-        padded = jnp.zeros((CHUNK,), jnp.int32).at[: len(part)].set(part)
-        decode, drawn, usable = run_prefill(decode, padded, jnp.int32(len(part)), control(0))
-    assert bool(usable)
-    return Stream(decode, drawn, jnp.int32(remaining), jnp.int32(RUNNING))
-
-
-def plain(family, quantise, rows, stream, count):
-    """`count` tokens one at a time, and the stream after each."""
-    _, run_step = programs(family, quantise, rows)
-    script, tokens, streams = jnp.zeros((CONTEXT + rows,), jnp.int32), [], [stream]
-    for _ in range(count):
-        stream, result = run_step(stream, control(0), script)
-        assert (int(result.emitted), int(result.drafted), bool(result.usable)) == (1, 0, True)
-        tokens.append(int(result.tokens[0]))
-        streams.append(stream)
-    return tokens, streams
-
-
-def script_for(stream, tokens, rows, wrong_at=None):
-    """Script that proposes `tokens`, except a wrong token at offset `wrong_at`."""
-    script = np.zeros((CONTEXT + rows,), np.int32)
-    first = int(stream.decode.length) + 1
-    script[first : first + len(tokens)] = tokens
-    if wrong_at is not None:
-        script[first + wrong_at] = (tokens[wrong_at] + 1) % 95
-    return jnp.asarray(script)
 
 
 def check_all_accept_counts(family, quantise, rows, length, draft_lengths):
@@ -125,6 +64,20 @@ def test_wide_program_takes_up_to_nine_drafts(family):
     check_all_accept_counts(family, False, WIDE_ROWS, 127, (8, 9))
 
 
+@pytest.mark.parametrize(("rows", "k"), [*((ROWS, k) for k in range(1, 8)), (WIDE_ROWS, 8), (WIDE_ROWS, 9)])
+def test_random_drafts_never_change_the_text(rows, k):
+    stream = started("v4", False, rows, 30)
+    tokens, _ = plain("v4", False, rows, stream, 24)
+    _, run_step = programs("v4", False, rows)
+    script = jnp.asarray(np.random.default_rng(k).integers(0, 95, CONTEXT + rows), jnp.int32)
+    emitted = []
+    while len(emitted) < 24:
+        stream, result = run_step(stream, control(k), script)
+        assert int(result.drafted) == k
+        emitted += result.tokens[: int(result.emitted)].tolist()
+    assert emitted[:24] == tokens
+
+
 def test_stop_token_at_every_place_of_a_block():
     stream = started("v41", False, ROWS, 21)
     tokens, streams = plain("v41", False, ROWS, stream, 8)
@@ -164,7 +117,7 @@ def test_limits_are_exact():
 def test_nan_is_reported():
     stream = started("v4", False, ROWS, 5)
     windows = (stream.decode.windows[0].at[:].set(jnp.nan), *stream.decode.windows[1:])
-    poisoned = Stream(stream.decode.replace(windows=windows), stream.anchor, stream.remaining, stream.finish)
+    poisoned = dataclasses.replace(stream, decode=stream.decode.replace(windows=windows))
     _, run_step = programs("v4", False, ROWS)
     _, result = run_step(poisoned, control(3), jnp.zeros((CONTEXT + ROWS,), jnp.int32))
     assert not bool(result.usable)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from v4flash.config import ModelConfig
+from v4flash.engine.visible_state import visible_state
 from v4flash.model.drafter import Model
 from v4flash.model.engram import table_primes
 from v4flash.model.numerics import Numerics
@@ -51,12 +52,16 @@ V41_TOY = _COMMON | dict(
         "activation_scheme": "dynamic", "weight_block_size": [32, 32], "scale_fmt": "ue8m0", "expert_dtype": "fp4"
     },
 )  # fmt: skip
+# One layer and one drafter stage: what a step decides does not depend on depth, and this compiles fast.
+MINI_TOY = V4_TOY | dict(
+    num_hidden_layers=1, compress_ratios=[0, 0], num_hash_layers=0, dspark_target_layer_ids=[0], hc_sinkhorn_iters=2
+)  # fmt: skip
 FAMILIES = ("v4", "v41")
 
 
 def toy_json(family: str) -> dict:
-    """The published-style configuration of a toy model."""
-    raw = dict(V4_TOY if family == "v4" else V41_TOY)
+    """The published-style configuration of a toy model: of a family, or 'mini'."""
+    raw = dict({"v4": V4_TOY, "v41": V41_TOY, "mini": MINI_TOY}[family])
     if family == "v41":
         raw["engram_num_embeddings"] = [1, 1]
         engram = dataclasses.replace(ModelConfig.from_dict(raw).engram)
@@ -113,34 +118,6 @@ def _noise(
     elif name not in ("embed", "ape"):
         values = 1.7 * values * shape.shape[-1] ** -0.5
     return values.astype(shape.dtype)
-
-
-def visible_state(config: ModelConfig, state: DecodeState) -> dict[str, np.ndarray]:
-    """Everything later rows can still see of a state, by absolute position; stale slots are left out."""
-    length = int(state.length)
-    window = np.arange(max(0, length - config.sliding_window + 1), length)
-    seen = {"length": np.asarray(length)}
-
-    def rows(ring: jax.Array, positions: np.ndarray) -> np.ndarray:
-        ring = np.asarray(ring)
-        return ring[positions % ring.shape[0]]
-
-    recent = np.arange(max(0, length - 3), length)
-    seen["tokens"] = rows(state.tokens, recent)
-    for i, ring in enumerate(state.windows):
-        seen[f"window {i}"] = rows(ring, window)
-    for i, ring in enumerate(state.draft_windows):
-        seen[f"draft window {i}"] = rows(ring, np.arange(max(0, length - config.sliding_window), length))
-    for field in ("entries", "index_keys"):
-        for layer, cache in getattr(state, field).items():
-            seen[f"{field} {layer}"] = np.asarray(cache)[: length // config.layers[layer].ratio]
-    for field in ("pending", "index_pending"):
-        for layer, ring in getattr(state, field).items():
-            ratio = config.layers[layer].ratio
-            overlap = ratio if config.compressor_position_bias and ratio == 4 else 0
-            first = max(0, length // ratio * ratio - overlap)
-            seen[f"{field} {layer}"] = rows(ring, np.arange(first, length))
-    return seen
 
 
 def assert_same_state(

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from v4flash.cli import options as shared
-from v4flash.cli.options import add, one_of, whole
+from v4flash.cli.options import add, number, one_of, whole
 from v4flash.cli.terminal import Messages, Printer, closing_line
 from v4flash.demo import demo_path
 from v4flash.errors import CapacityError, UsageError
@@ -24,13 +24,6 @@ DEFAULT_ROWS, MORE_ROWS = 8, 16
 
 def _k(text: str) -> int | str:
     return "auto" if text == "auto" else whole(0)(text)
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         drafting,
         "--k",
-        help=f"drafts verified in a step, 0 to {MAX_DRAFT}; auto is the drafter's trained block",
+        help=f"drafts verified in a step, 0 to {MAX_DRAFT}; auto chooses in every step, up to the trained block",
         default="auto",
         type=_k,
         metavar="N|auto",
@@ -67,11 +60,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole(2),
         metavar="N",
     )
+    add(
+        drafting,
+        "--rule",
+        help="judge a step's drafts together (block) or one by one (token)",
+        default="block",
+        **one_of(*shared.RULES),
+    )
+    add(
+        drafting,
+        "--draft-temperature",
+        help="temperature that drafts are drawn at, 0 drafts greedily (default: that of the text)",
+        type=number,
+        metavar="T",
+    )
+    drafting.add_argument(
+        "--lookup", action="store_true", help="also draft what followed the newest tokens earlier in the text"
+    )
+    drafting.add_argument(
+        "--speculation",
+        metavar="FILE",
+        help="measured costs and calibration for --k auto, from `v4flash advise --out` (default: speculation.json "
+        "beside the weights)",
+    )
     sampling = parser.add_argument_group("sampling")
-    add(sampling, "--temperature", help="0 is greedy", default=0.0, type=_number, metavar="T")
-    add(sampling, "--top-p", help="1 is off", default=1.0, type=_number, metavar="P")
+    add(sampling, "--temperature", help="0 is greedy", default=0.0, type=number, metavar="T")
+    add(sampling, "--top-p", help="1 is off", default=1.0, type=number, metavar="P")
     add(sampling, "--top-k", help="0 is off", default=0, type=whole(0), metavar="N")
-    add(sampling, "--min-p", help="0 is off", default=0.0, type=_number, metavar="P")
+    add(sampling, "--min-p", help="0 is off", default=0.0, type=number, metavar="P")
     add(sampling, "--seed", help="same seed, same text", default=0, type=whole(0, 2**64 - 1), metavar="N")
     ending = parser.add_argument_group("ending")
     add(ending, "--max-tokens", help="new tokens at most", default=256, type=whole(0), metavar="N")
@@ -79,6 +95,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stop", action="append", default=[], metavar="TEXT", help="end before TEXT; repeatable"
     )
     ending.add_argument("--ignore-eos", action="store_true", help="go on behind the end token")
+    add(
+        ending,
+        "--stop-repeats",
+        help="end when one token came N times in a row; 0 never does",
+        default=0,
+        type=whole(0),
+        metavar="N",
+    )
     running = parser.add_argument_group("running")
     add(
         running,
@@ -110,18 +134,24 @@ def run(options: argparse.Namespace) -> int:
 
     device = devices.choose(options.device)
     from v4flash.config import ModelConfig
-    from v4flash.engine import language_model, programs
+    from v4flash.engine import language_model, programs, speculation_file
     from v4flash.speculative.filters import SamplingParams
     from v4flash.text import Tokenizer
 
     config = ModelConfig.from_file(path)
-    SamplingParams.make(
-        temperature=options.temperature, top_p=options.top_p, top_k=options.top_k, min_p=options.min_p
-    )
+    for temperature in (options.temperature, options.draft_temperature or 0.0):
+        SamplingParams.make(
+            temperature=temperature, top_p=options.top_p, top_k=options.top_k, min_p=options.min_p
+        )
     rows, k = pass_rows(options.k, options.rows, config.draft is not None)
     if config.draft and k is not None and k > config.draft.block_size:
         messages.say(past_block(k, config.draft.block_size))
-    k = min(config.draft.block_size if config.draft else 0, rows - 1, MAX_DRAFT) if k is None else k
+    adaptive = k is None
+    k = min(config.draft.block_size if config.draft else 0, rows - 1, MAX_DRAFT) if adaptive else k
+    if options.lookup and config.draft is None:
+        raise UsageError("--lookup needs a checkpoint with a drafter; leave it out")
+    measured = Path(options.speculation) if options.speculation else None
+    measured = speculation_file.read(measured) if measured else speculation_file.beside(path)
     tokenizer = Tokenizer.from_dir(path)
     prompt = language_model.encode_prompt(
         tokenizer, path, config, text,
@@ -144,9 +174,11 @@ def run(options: argparse.Namespace) -> int:
     dtype = numerics.dtype.__name__
     backend = "xla" if options.backend == "xla" else "xla (auto: this build has no fused bodies)"
     cache = "off" if options.no_compile_cache else str(programs.cache_folder())
+    costs = "by measured costs" if measured.costs_for(device.kind, dtype, rows) else "all, no costs measured"
+    depth = f"k auto, up to {k} ({costs})" if adaptive and k else f"k {k}"
     messages.say(
         f"{path}: {config.family}, {dtype}, {mode} | {device} | backend {backend} | "
-        f"k {k}, {rows} rows, context {context:,} | compile cache {cache}"
+        f"{depth}, {rows} rows, context {context:,} | compile cache {cache}"
     )
     if device.remark:
         messages.say(device.remark)
@@ -159,11 +191,12 @@ def run(options: argparse.Namespace) -> int:
         mode=options.mode,
         dtype=options.dtype,
         compile_cache=not options.no_compile_cache,
+        speculation=options.speculation,
         progress=messages.progress,
     )
     generation = model.generate(
         prompt,
-        k=k,
+        k="auto" if adaptive else k,
         temperature=options.temperature,
         top_p=options.top_p,
         top_k=options.top_k,
@@ -172,6 +205,10 @@ def run(options: argparse.Namespace) -> int:
         max_tokens=options.max_tokens,
         stop=tuple(options.stop),
         ignore_eos=options.ignore_eos,
+        rule=options.rule,
+        draft_temperature=options.draft_temperature,
+        lookup=options.lookup,
+        repeat_limit=options.stop_repeats,
     )
     interrupted = stream(generation, None if options.json else Printer(options.quiet), messages)
     peak = devices.peak_bytes()
@@ -179,6 +216,10 @@ def run(options: argparse.Namespace) -> int:
     if generation.reasoning_open and prompt.thinking and figures["finish"] in ("length", "context"):
         which = "--max-tokens" if figures["finish"] == "length" else "--ctx"
         messages.say(f"the limit came before the reasoning ended; raise {which} to see an answer")
+    if figures["copied"]:
+        messages.say(
+            f"copied {figures['copied']} drafts from the text, {figures['copied_accepted']} accepted"
+        )
     messages.say(
         closing_line(
             figures,
@@ -201,6 +242,10 @@ def run(options: argparse.Namespace) -> int:
             "checkpoint": {"path": str(path), "family": config.family},
             "settings": {
                 "k": k,
+                "adaptive": adaptive,
+                "rule": options.rule,
+                "draft_temperature": options.draft_temperature,
+                "lookup": options.lookup,
                 "rows": rows,
                 "context": context,
                 "chunk": options.chunk,
@@ -215,6 +260,7 @@ def run(options: argparse.Namespace) -> int:
                 "max_tokens": options.max_tokens,
                 "stop": options.stop,
                 "ignore_eos": options.ignore_eos,
+                "stop_repeats": options.stop_repeats,
                 "raw": options.raw,
                 "think": options.think,
                 "system": options.system,

@@ -16,6 +16,7 @@ DTYPES = ("float32", "bfloat16")
 MODES = ("exact", "qat")
 BACKENDS = ("auto", "xla", "fused")
 DEVICES = ("cpu", "gpu")
+RULES = ("block", "token")
 
 
 class Parser(argparse.ArgumentParser):
@@ -72,6 +73,14 @@ def whole(minimum: int, maximum: int | None = None) -> Callable[[str], int]:
         return number
 
     return check
+
+
+def number(text: str) -> float:
+    """A type for numbers; what range they must lie in is known where they are used."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
 
 
 def add_checkpoint(parser: argparse.ArgumentParser, default: str | None = None) -> None:

@@ -19,20 +19,23 @@ import jax.numpy as jnp
 from v4flash.checkpoint.loading import LoadedModel
 from v4flash.checkpoint.loading import load as load_checkpoint
 from v4flash.config import ModelConfig
-from v4flash.engine import programs
+from v4flash.engine import programs, speculation_file
 from v4flash.engine.session import Session, TokenStep
 from v4flash.engine.statistics import Statistics
 from v4flash.errors import CheckpointError, UsageError
 from v4flash.model.numerics import Numerics
+from v4flash.speculative.depth import MAX_DRAFT, DepthPolicy
 from v4flash.speculative.filters import SamplingParams
+from v4flash.speculative.lookup import LookupPolicy
 from v4flash.speculative.randomness import seed_key
-from v4flash.speculative.step import MAX_DRAFT, Control
+from v4flash.speculative.stream import Control
 from v4flash.text import ChatEncoding, ReasoningSplitter, StopMatcher, StreamDecoder, Tokenizer
 from v4flash.text.chat import conversation, encode_segments, segments_text
 
 DEFAULT_ROWS, DEFAULT_CHUNK, DEFAULT_CONTEXT = 8, 128, 4096
 DECODE_AT_LOAD_BYTES = 1 << 30
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+RULES = ("block", "token")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +57,7 @@ class StepRecord:
       tokens: the emitted ids; the first `accepted` of them were drafted, the last is the target's own.
       drafts, confidence: the verified drafts and the drafter's predicted acceptance.
       position: absolute position of the first emitted token.
+      copied: whether the drafts were copied from the text (lookup) instead of drafted.
     """
 
     text: str
@@ -63,6 +67,7 @@ class StepRecord:
     confidence: list[float]
     accepted: int
     position: int
+    copied: bool = False
 
 
 class Generation:
@@ -109,7 +114,13 @@ class Generation:
 class LanguageModel:
     """A loaded checkpoint with its pinned programs."""
 
-    def __init__(self, loaded: LoadedModel, shapes: programs.Shapes, cache: Path | None):
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        shapes: programs.Shapes,
+        cache: Path | None,
+        speculation: speculation_file.SpeculationFile | None = None,
+    ):
         self.config = loaded.config
         self.numerics = loaded.numerics
         self.path = loaded.path
@@ -118,6 +129,7 @@ class LanguageModel:
         self.programs = programs.build(
             loaded.graphdef, loaded.params, loaded.config, loaded.numerics, shapes, cache
         )
+        self.speculation = speculation or speculation_file.SpeculationFile()
         has_tokenizer = (loaded.path / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.from_dir(loaded.path) if has_tokenizer else None
 
@@ -158,6 +170,26 @@ class LanguageModel:
             )
         return self.tokenizer
 
+    @property
+    def step_costs(self) -> list[float] | None:
+        """Measured milliseconds of a step by live rows that hold for these programs, if there are any."""
+        dtype = jnp.dtype(self.numerics.dtype).name
+        rows = self.programs.shapes.rows
+        return self.speculation.costs_for(jax.devices()[0].device_kind, dtype, rows)
+
+    def depth_policy(self, adaptive: bool) -> DepthPolicy:
+        """How many drafts are verified: chosen in every step, or always those wanted.
+
+        Without measured costs every row counts as free, so that an adaptive policy verifies all.
+        """
+        known = {}
+        if self.speculation.calibration:
+            found = self.speculation.calibration
+            known = {"slope": found.slope, "bias": found.bias, "acceptance": found.acceptance}
+        if self.step_costs:
+            known["costs"] = self.step_costs
+        return DepthPolicy.make(adaptive=adaptive, **known)
+
     def control(
         self,
         *,
@@ -165,21 +197,38 @@ class LanguageModel:
         sampling: SamplingParams | None = None,
         seed: int = 0,
         stop_ids: tuple = (),
+        rule: str = "block",
+        draft_sampling: SamplingParams | None = None,
+        lookup: bool = False,
+        repeat_limit: int = 0,
     ) -> Control:
-        """The data arguments of a step; `k` 'auto' is the drafter's trained block, within the programs' limit."""
-        limit = self.draft_limit
-        if k == "auto":
-            k = min(self.config.draft.block_size, limit) if self.config.draft else 0
+        """The data arguments of a step; the options are those of `generate`."""
+        limit, draft = self.draft_limit, self.config.draft
+        adaptive = k == "auto"
+        if adaptive:
+            k = min(draft.block_size, limit) if draft else 0
         if not isinstance(k, int) or not 0 <= k <= limit:
             hint = (
-                f"load with more rows (up to k = {MAX_DRAFT})"
-                if self.config.draft
-                else "this checkpoint has no drafter"
+                f"load with more rows (up to k = {MAX_DRAFT})" if draft else "this checkpoint has no drafter"
             )
             raise UsageError(f"k is {k!r}, this program takes 0 to {limit}; {hint}")
-        block = max(k, min(self.config.draft.block_size, limit)) if self.config.draft else 0
+        if rule not in RULES:
+            raise UsageError(f"rule is {rule!r}, expected {' or '.join(RULES)}")
+        if lookup and not draft:
+            raise UsageError("lookup needs a checkpoint with a drafter; leave it out")
+        if repeat_limit < 0:
+            raise UsageError(f"repeat_limit is {repeat_limit}, expected 0 (off) or more")
         return programs.make_control(
-            k, block, sampling or SamplingParams.make(temperature=0.0), seed_key(seed), stop_ids
+            k,
+            max(k, min(draft.block_size, limit)) if draft else 0,
+            sampling or SamplingParams.make(temperature=0.0),
+            seed_key(seed),
+            stop_ids,
+            draft_sampling=draft_sampling,
+            blockwise=rule == "block",
+            depth=self.depth_policy(adaptive),
+            lookup=LookupPolicy.make(on=lookup, length=limit if adaptive else k),
+            repeat_limit=repeat_limit,
         )
 
     def generate(
@@ -199,8 +248,28 @@ class LanguageModel:
         think: str = "off",
         system: str | None = None,
         ignore_eos: bool = False,
+        rule: str = "block",
+        draft_temperature: float | None = None,
+        lookup: bool = False,
+        repeat_limit: int = 0,
     ) -> Generation:
-        """Generates behind `prompt` (text, an encoded prompt, or token ids), in `session` if one is given.
+        """Generates behind `prompt` in `session`, or in a new one.
+
+        None of k, rule, draft_temperature and lookup changes the law of the text, nor a greedy text at all.
+
+        Args:
+          prompt: text, an encoded prompt, or token ids.
+          k: drafts verified in a step; 'auto' chooses in every step, up to the drafter's trained block, by
+            confidence and measured costs (`v4flash advise --out`), and verifies all where none were measured.
+          temperature, top_p, top_k, min_p, seed: sampling; temperature 0 is greedy. A sampled text repeats with
+            its seed, options and k.
+          max_tokens, stop, ignore_eos: where the text ends.
+          raw, think, system: how a prompt given as text is encoded.
+          rule: 'block' judges a step's drafts together, 'token' one by one; only sampled text is concerned.
+          draft_temperature: temperature of the law that drafts are drawn from (filters stay those of the text);
+            0 drafts greedily; None takes the text's.
+          lookup: also propose what followed the newest tokens earlier in the text.
+          repeat_limit: ends the text ('repeated') when one token came this often in a row; 0 never does.
 
         Raises UsageError for values outside their range, CapacityError when the prompt exceeds the context.
         """
@@ -215,9 +284,22 @@ class LanguageModel:
             raise UsageError(
                 f"prompt holds token id {bad}, the vocabulary has ids 0 to {self.config.vocab_size - 1}"
             )
-        sampling = SamplingParams.make(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
+        filters = {"top_p": top_p, "top_k": top_k, "min_p": min_p}
+        sampling = SamplingParams.make(temperature=temperature, **filters)
+        draft_sampling = sampling
+        if draft_temperature is not None:
+            draft_sampling = SamplingParams.make(temperature=draft_temperature, **filters)
         stop_ids = () if ignore_eos else (self.config.eos_token_id,)
-        control = self.control(k=k, sampling=sampling, seed=seed, stop_ids=stop_ids)
+        control = self.control(
+            k=k,
+            sampling=sampling,
+            seed=seed,
+            stop_ids=stop_ids,
+            rule=rule,
+            draft_sampling=draft_sampling,
+            lookup=lookup,
+            repeat_limit=repeat_limit,
+        )
         statistics = Statistics(k=int(control.draft_length), seed=seed)
         session = session or self.session()
         steps = session.generate(prompt.ids, control, max_tokens, statistics)
@@ -239,9 +321,7 @@ class LanguageModel:
             if stop:
                 self._require_tokenizer()
             for step in steps:
-                yield StepRecord(
-                    "", [], step.tokens, step.drafts, step.confidence, step.accepted, step.position
-                )
+                yield StepRecord("", [], **dataclasses.asdict(step))
             return
         # Embedding rows past the tokenizer's last id are padding: they have no text.
         silent = (*skip, *range(self.tokenizer.vocab_size, self.config.vocab_size))
@@ -254,7 +334,7 @@ class LanguageModel:
                     used += 1
                     if matcher.stopped:
                         break
-                last = matcher.stopped or statistics.finish in ("eos", "length", "context")
+                last = matcher.stopped or statistics.finish in ("eos", "length", "context", "repeated")
                 if last and not matcher.stopped:
                     text += matcher.push(decoder.flush()) + matcher.flush()
                 pieces = splitter.push(text) + (splitter.flush() if last else [])
@@ -263,10 +343,8 @@ class LanguageModel:
                     statistics.finish = "stop"
                     statistics.generated -= len(step.tokens) - used
                 text = "".join(text for _, text in parts)
-                accepted = min(step.accepted, used)
-                yield StepRecord(
-                    text, parts, step.tokens[:used], step.drafts, step.confidence, accepted, step.position
-                )
+                kept = dataclasses.replace(step, tokens=step.tokens[:used], accepted=min(step.accepted, used))
+                yield StepRecord(text, parts, **dataclasses.asdict(kept))
                 if matcher.stopped:
                     steps.close()
                     session.rewind(step.position + used)
@@ -308,6 +386,7 @@ def load(
     dtype: str | None = None,
     drafter: bool = True,
     compile_cache: bool = True,
+    speculation: str | Path | None = None,
     progress: Callable[[str], Any] | None = None,
 ) -> LanguageModel:
     """Loads a checkpoint folder (published safetensors or a converted one) and pins its programs.
@@ -321,6 +400,7 @@ def load(
       dtype: 'float32' or 'bfloat16'; by default float32 on a CPU and bfloat16 elsewhere.
       drafter: False leaves the drafter out (k = 0 only).
       compile_cache: keep compiled programs on disk.
+      speculation: file of `v4flash advise --out`; by default speculation.json in the folder, if there is one.
       progress: called with a sentence at the start of each phase.
     """
     say = progress or (lambda sentence: None)
@@ -329,11 +409,13 @@ def load(
     context = min(context or DEFAULT_CONTEXT, config.max_position_embeddings)
     if rows < 2 or chunk < 1 or context < 2:
         raise UsageError(f"rows {rows}, chunk {chunk}, context {context}: expected at least 2, 1 and 2")
+    path = Path(path)
+    measured = speculation_file.read(Path(speculation)) if speculation else speculation_file.beside(path)
     say(f"loading {path}")
     loaded = load_checkpoint(path, numerics, drafter=drafter)
     say("compiling")
     cache = programs.cache_folder() if compile_cache else None
-    return LanguageModel(loaded, programs.Shapes(rows, chunk, context), cache)
+    return LanguageModel(loaded, programs.Shapes(rows, chunk, context), cache, measured)
 
 
 def choose_numerics(path: Path, config: ModelConfig, mode: str | None, dtype: str | None) -> Numerics:

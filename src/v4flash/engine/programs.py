@@ -15,7 +15,7 @@ import os
 import pickle
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,19 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import jaxlib
+import numpy as np
 from jax.experimental import serialize_executable
 
 import pallas_kernels
 import v4flash
 from v4flash.config import ModelConfig
+from v4flash.engine.diagnosis import Diagnosis
 from v4flash.model.numerics import Numerics
+from v4flash.speculative.depth import DepthPolicy
 from v4flash.speculative.filters import SamplingParams
-from v4flash.speculative.step import Control, StepResult, Stream, draft_limit, prefill, speculative_step
+from v4flash.speculative.lookup import LookupPolicy
+from v4flash.speculative.step import draft_limit, prefill, speculative_step
+from v4flash.speculative.stream import Control, StepResult, Stream
 from v4flash.state import DecodeState
 
 STOP_IDS = 8
@@ -61,6 +66,7 @@ class Programs:
       draft_limit: the most drafts a step verifies.
       seconds: time spent compiling or loading them.
       cached: whether both came from the cache.
+      diagnosis: what to ask when logits are not finite; compiled only then.
     """
 
     shapes: Shapes
@@ -69,6 +75,7 @@ class Programs:
     draft_limit: int
     seconds: float
     cached: bool
+    diagnosis: Diagnosis
 
 
 def new_state(config: ModelConfig, numerics: Numerics, shapes: Shapes) -> DecodeState:
@@ -77,17 +84,49 @@ def new_state(config: ModelConfig, numerics: Numerics, shapes: Shapes) -> Decode
 
 
 def make_control(
-    draft_length: int, block_rows: int, sampling: SamplingParams, key: jax.Array, stop_ids: tuple[int, ...]
+    draft_length: int,
+    block_rows: int,
+    sampling: SamplingParams,
+    key: jax.Array,
+    stop_ids: tuple[int, ...],
+    *,
+    draft_sampling: SamplingParams | None = None,
+    blockwise: bool = True,
+    depth: DepthPolicy | None = None,
+    lookup: LookupPolicy | None = None,
+    repeat_limit: int = 0,
 ) -> Control:
-    """The step's data arguments as device arrays; at most STOP_IDS stop ids."""
+    """The step's data arguments as device arrays; at most STOP_IDS stop ids.
+
+    By default drafts are drawn with the text's own sampling options, judged block by block, all of them verified,
+    none copied, and no repetition ends the text.
+    """
     padded = list(stop_ids) + [-1] * (STOP_IDS - len(stop_ids))
     return Control(
         draft_length=jnp.asarray(draft_length, jnp.int32),
         block_rows=jnp.asarray(block_rows, jnp.int32),
         sampling=sampling,
+        draft_sampling=draft_sampling or sampling,
         key=key,
         stop_ids=jnp.asarray(padded, jnp.int32),
+        blockwise=jnp.asarray(blockwise),
+        depth=depth or DepthPolicy.make(adaptive=False),
+        lookup=lookup or LookupPolicy.make(on=False),
+        repeat_limit=jnp.asarray(repeat_limit, jnp.int32),
     )
+
+
+def new_stream(
+    decode: DecodeState,
+    tokens: Sequence[int],
+    remaining: int | jax.Array,
+    control: Control,
+    shapes: Shapes,
+) -> Stream:
+    """The stream that goes on behind `tokens`, all but the last of which are committed to `decode`."""
+    history = np.zeros((shapes.context + shapes.rows,), np.int32)
+    history[: len(tokens)] = tokens
+    return Stream.start(decode, history[max(len(tokens) - 1, 0)], remaining, history, control)
 
 
 def build(
@@ -103,7 +142,9 @@ def build(
     scalar = jnp.zeros((), jnp.int32)
     control = make_control(0, 0, SamplingParams.make(), jnp.zeros((2,), jnp.uint32), ())
     decode = jax.eval_shape(lambda: new_state(config, numerics, shapes))
-    stream = Stream(decode, scalar, scalar, scalar)
+    stream = jax.eval_shape(
+        lambda decode, control: new_stream(decode, (), 0, control, shapes), decode, control
+    )
     tokens = jnp.zeros((shapes.chunk,), jnp.int32)
     limit = draft_limit(shapes.rows) if config.draft else 0
 
@@ -125,7 +166,15 @@ def build(
     }
     seconds = time.perf_counter() - started
     prefill_run, step_run = compiled["prefill"], compiled["step"]
-    return Programs(shapes, prefill_run[0], step_run[0], limit, seconds, prefill_run[1] and step_run[1])
+    return Programs(
+        shapes=shapes,
+        prefill=prefill_run[0],
+        step=step_run[0],
+        draft_limit=limit,
+        seconds=seconds,
+        cached=prefill_run[1] and step_run[1],
+        diagnosis=Diagnosis(graphdef, config),
+    )
 
 
 def executable(

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from v4flash.engine.programs import Programs
+from v4flash.engine.diagnosis import Fault
+from v4flash.engine.programs import Programs, new_stream
 from v4flash.engine.statistics import Statistics
 from v4flash.errors import CapacityError, UsageError, V4FlashError
-from v4flash.speculative.step import RUNNING, STOPPED, Control, StepResult, Stream
+from v4flash.speculative.stream import LIMIT, REPEATED, RUNNING, STOPPED, Control, StepResult, Stream
 from v4flash.state import DecodeState
 
 
@@ -29,6 +30,7 @@ class TokenStep:
       confidence: the drafter's predicted acceptance of each of them.
       accepted: how many drafts were accepted.
       position: absolute position of the first emitted token.
+      copied: whether the drafts were copied from the text instead of drafted.
     """
 
     tokens: list[int]
@@ -36,6 +38,7 @@ class TokenStep:
     confidence: list[float]
     accepted: int
     position: int
+    copied: bool = False
 
 
 class Session:
@@ -134,7 +137,8 @@ class Session:
         first = int(jax.device_get(drawn))
         first_at = time.perf_counter()
         statistics.prefill_seconds = first_at - started
-        self._require(bool(jax.device_get(usable)))
+        if not bool(jax.device_get(usable)):
+            raise self._broken_text()
         stop_ids = set(jax.device_get(control.stop_ids).tolist())
         self.tokens.append(first)
         statistics.generated = 1
@@ -143,22 +147,16 @@ class Session:
         yield TokenStep([first], [], [], 0, len(self.tokens) - 1)
         if stopped or budget == 1:
             return
-        yield from self._steps(first, control, budget - 1, at_limit, statistics, first_at)
+        yield from self._steps(control, budget - 1, at_limit, statistics, first_at)
 
     def _steps(
-        self,
-        first: int,
-        control: Control,
-        remaining: int,
-        at_limit: str,
-        statistics: Statistics,
-        first_at: float,
+        self, control: Control, remaining: int, at_limit: str, statistics: Statistics, first_at: float
     ) -> Iterator[TokenStep]:
         """The pinned loop. Step n + 1 is dispatched before step n is read, so the device never waits."""
-        scalar = lambda value: jnp.asarray(value, jnp.int32)  # noqa: E731
-        stream = Stream(self._state, scalar(first), scalar(remaining), scalar(RUNNING))
+        stream = new_stream(self._state, self.tokens, remaining, control, self._programs.shapes)
         in_flight: list[StepResult] = []
         finish, last_at = RUNNING, first_at
+        broken = None
         try:
             while finish == RUNNING:
                 with jax.no_tracing(), jax.transfer_guard("disallow"):
@@ -170,28 +168,33 @@ class Session:
                 statistics.step_seconds.append(now - last_at)
                 last_at = now
                 statistics.decode_seconds = now - first_at
+                if not bool(result.usable):
+                    broken = result
+                    in_flight.insert(0, result)
+                    break
                 step = self._read(result, statistics)
                 finish = int(result.finish)
-                if finish != RUNNING:
-                    statistics.finish = "eos" if finish == STOPPED else at_limit
+                statistics.finish = {
+                    RUNNING: "interrupted", STOPPED: "eos", LIMIT: at_limit, REPEATED: "repeated"
+                }[finish]  # fmt: skip
                 yield step
         finally:
             self._settle(stream, in_flight)
+        if broken is not None:
+            raise self._broken_pass(broken.drafts[: int(broken.drafted)].tolist())
 
     def _read(self, result: StepResult, statistics: Statistics) -> TokenStep:
         """Takes one step's result into the session."""
-        self._require(bool(result.usable))
-        emitted, drafted = int(result.emitted), int(result.drafted)
+        emitted, drafted, copied = int(result.emitted), int(result.drafted), bool(result.copied)
         accepted = min(int(result.accepted), emitted)
         position = len(self.tokens)
         tokens = result.tokens[:emitted].tolist()
         self.tokens.extend(tokens)
         self._committed += emitted
         self._reach = max(self._reach, self._committed - emitted + drafted + 1)
-        statistics.record(emitted, int(result.accepted), drafted)
-        return TokenStep(
-            tokens, result.drafts[:drafted].tolist(), result.confidence[:drafted].tolist(), accepted, position
-        )
+        statistics.record(emitted, int(result.accepted), drafted, copied)
+        drafts, confidence = result.drafts[:drafted].tolist(), result.confidence[:drafted].tolist()
+        return TokenStep(tokens, drafts, confidence, accepted, position, copied)
 
     def _settle(self, stream: Stream, in_flight: list[StepResult]) -> None:
         """Takes back the device state and drops what steps in flight added beyond the tokens yielded."""
@@ -203,9 +206,29 @@ class Session:
         if ahead:
             self._set_committed(self._committed)
 
-    def _require(self, usable: bool) -> None:
-        if not usable:
-            raise V4FlashError(
-                f"non-finite logits behind token {len(self.tokens)}: the checkpoint or its caches hold NaN or "
-                "infinity; check the weights with `v4flash inspect`"
-            )
+    def _broken_pass(self, drafts: list[int]) -> V4FlashError:
+        """The error for a step whose logits were not finite, found by running its pass again."""
+        if self._reach - self._committed > self._programs.shapes.max_rows - 1:
+            return self._broken_text()
+        tokens = [*self.tokens[self._committed :], *drafts]
+        _, fault = self._programs.diagnosis.of_pass(
+            self._params, self._state, tokens, self._programs.shapes.rows
+        )
+        return self._broken_text() if fault is None else _non_finite(fault)
+
+    def _broken_text(self) -> V4FlashError:
+        """The same for all tokens so far, run again from an empty state."""
+        empty = jax.tree.map(jnp.zeros_like, self._state)
+        fault = self._programs.diagnosis.of_text(
+            self._params, empty, self.tokens, self._programs.shapes.chunk
+        )
+        if fault is not None:
+            return _non_finite(fault)
+        return V4FlashError(
+            f"non-finite logits behind token {len(self.tokens)}, but finite ones when the text was run again: the "
+            "caches were damaged; start a new session, and report this"
+        )
+
+
+def _non_finite(fault: Fault) -> V4FlashError:
+    return V4FlashError(f"non-finite logits at token {fault.position}, {fault}")

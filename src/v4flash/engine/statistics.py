@@ -22,8 +22,9 @@ class Statistics:
       generated: tokens emitted, the first one (which prefill draws) included.
       steps: speculative steps that emitted something.
       accepted, drafted: per draft position, how often a draft there was accepted and verified.
+      copied, copied_accepted: the same counts of drafts copied from the text, all positions together.
       step_seconds: arrival times between consecutive steps.
-      finish: 'eos', 'stop', 'length', 'context' or 'interrupted'.
+      finish: 'eos', 'stop', 'length', 'context', 'repeated' or 'interrupted'.
     """
 
     k: int
@@ -35,13 +36,19 @@ class Statistics:
     steps: int = 0
     accepted: list[int] = dataclasses.field(default_factory=list)
     drafted: list[int] = dataclasses.field(default_factory=list)
+    copied: int = 0
+    copied_accepted: int = 0
     step_seconds: list[float] = dataclasses.field(default_factory=list)
     finish: str = ""
 
-    def record(self, emitted: int, accepted: int, drafted: int) -> None:
-        """Adds one step."""
+    def record(self, emitted: int, accepted: int, drafted: int, copied: bool = False) -> None:
+        """Adds one step; `copied` says that its drafts were not the drafter's."""
         self.steps += 1
         self.generated += emitted
+        if copied:
+            self.copied += drafted
+            self.copied_accepted += accepted
+            return
         while len(self.drafted) < drafted:
             self.drafted.append(0)
             self.accepted.append(0)

@@ -77,17 +77,17 @@ def residual(p, q):
 
 
 def propose(logits, params: SamplingParams, key_data, position) -> Proposal:
-    """Draw a draft token under the same options as the target, which raises acceptance and keeps q exact.
+    """Draw a draft token and keep the law it was drawn from.
 
-    At temperature 0 no random number is made.
+    With the target's own options acceptance is highest. At temperature 0 no random number is made: the draft is
+    the argmax and its law is one-hot, which every accept rule takes as it takes a drawn one.
 
     Args:
       logits: float [V], the drafter's, Markov bias included, before temperature.
-      params: the sampling options (data).
+      params: the draft's sampling options (data).
       key_data: uint32 [2], from `randomness.seed_key`.
       position: int [], absolute position of the drafted token.
     """
-
     law = target_law(logits, params)
     token = jax.lax.cond(
         is_greedy(params),
@@ -127,10 +127,8 @@ def verify_tokenwise(
       accept_uniforms: float [k], in [0, 1).
       resample_uniforms: float [k + 1, 2], in [0, 1); row a is used when a drafts are accepted.
     """
-    p_draft, q_draft = _drafted(draft_ids, target_probs), _drafted(draft_ids, draft_probs)
-    accepted = _leading(accept_uniforms < accept_ratio(p_draft, q_draft), live_drafts)
-    law = residual(target_probs[accepted], _law_refused(draft_probs, accepted, live_drafts))
-    return Verdict(accepted, invert(law, resample_uniforms[accepted].astype(law.dtype)))
+    block = draft_ids, draft_probs, target_probs, live_drafts
+    return _settled(*block[1:], _accepted_tokenwise(*block, accept_uniforms), 1, resample_uniforms)
 
 
 def block_chances(draft_ids, draft_probs, target_probs, live_drafts):
@@ -169,12 +167,26 @@ def verify_blockwise(
     accepted ones come up again in the next step, so their noise must not: draw the drafts and the uniforms
     of every step from `randomness.round_key`. With the plain seed key the emitted law would be bent.
     """
-    carried, chances = block_chances(draft_ids, draft_probs, target_probs, live_drafts)
-    passed = jnp.append(True, accept_uniforms < chances[1:])
-    accepted = jnp.max(jnp.where(passed, jnp.arange(passed.shape[0]), 0)).astype(jnp.int32)
-    refused = _law_refused(draft_probs, accepted, live_drafts)
-    law = residual(carried[accepted] * target_probs[accepted], refused)
-    return Verdict(accepted, invert(law, resample_uniforms[accepted].astype(law.dtype)))
+    block = draft_ids, draft_probs, target_probs, live_drafts
+    return _settled(*block[1:], *_accepted_blockwise(*block, accept_uniforms), resample_uniforms)
+
+
+def rule_of(blockwise) -> Callable[..., Verdict]:
+    """`verify_blockwise` where `blockwise` (bool [], data) holds, else `verify_tokenwise`; both in one program.
+
+    Both tests are made and one is used: they are a few numbers beside the residual, which is formed once.
+    """
+
+    def either(
+        draft_ids, draft_probs, target_probs, live_drafts, accept_uniforms, resample_uniforms
+    ) -> Verdict:
+        block = draft_ids, draft_probs, target_probs, live_drafts
+        alone = _accepted_tokenwise(*block, accept_uniforms)
+        together, share = _accepted_blockwise(*block, accept_uniforms)
+        accepted, share = jnp.where(blockwise, together, alone), jnp.where(blockwise, share, 1)
+        return _settled(*block[1:], accepted, share, resample_uniforms)
+
+    return either
 
 
 def verify(
@@ -199,8 +211,8 @@ def verify(
       params: the sampling options (data).
       key_data: uint32 [2], from `randomness.seed_key`.
       first_position: int [], absolute position of the first drafted token.
-      rule: `verify_tokenwise` or `verify_blockwise` (static). The latter wants a `randomness.round_key`, here
-        and in `propose`.
+      rule: `verify_tokenwise`, `verify_blockwise`, or a choice between them by `rule_of`. The block-wise rule
+        wants a `randomness.round_key`, here and in `propose`.
     """
     k = draft_ids.shape[0]
 
@@ -221,6 +233,26 @@ def _drafted(draft_ids, laws):
     """Probability of each drafted token, [k], in the first k rows of `laws` [>= k, V]."""
     k = draft_ids.shape[0]
     return jnp.take_along_axis(laws[:k], draft_ids[:, None], axis=-1)[:, 0]
+
+
+def _accepted_tokenwise(draft_ids, draft_probs, target_probs, live_drafts, accept_uniforms):
+    """Drafts accepted one by one, int32 []."""
+    p_draft, q_draft = _drafted(draft_ids, target_probs), _drafted(draft_ids, draft_probs)
+    return _leading(accept_uniforms < accept_ratio(p_draft, q_draft), live_drafts)
+
+
+def _accepted_blockwise(draft_ids, draft_probs, target_probs, live_drafts, accept_uniforms):
+    """Drafts accepted together, int32 [], and the share of the target's mass they still stand for."""
+    carried, chances = block_chances(draft_ids, draft_probs, target_probs, live_drafts)
+    passed = jnp.append(True, accept_uniforms < chances[1:])
+    accepted = jnp.max(jnp.where(passed, jnp.arange(passed.shape[0]), 0)).astype(jnp.int32)
+    return accepted, carried[accepted]
+
+
+def _settled(draft_probs, target_probs, live_drafts, accepted, share, resample_uniforms) -> Verdict:
+    """The verdict once it is known how many drafts stay and what share of the target's mass they stand for."""
+    law = residual(share * target_probs[accepted], _law_refused(draft_probs, accepted, live_drafts))
+    return Verdict(accepted, invert(law, resample_uniforms[accepted].astype(law.dtype)))
 
 
 def _leading(passed, live_drafts):

@@ -1,91 +1,55 @@
-"""One speculative step: draft, verify, reject, commit, as a single function of arrays.
+"""One speculative step: draft, choose, verify, reject, commit, as a single function of arrays.
 
-Knows: the order of a step and what of it is data (draft length, limits, sampling options, seed), so that one
-compiled program serves them all. Does not know: compilation, files, text, or the loop around it.
+Knows: the order of a step and what of it is data (draft length, limits, sampling options, rules, seed), so that
+one compiled program serves them all. Does not know: compilation, files, text, or the loop around it.
 
     position        n        n+1 ... n+l
     rows            anchor   d1  ...  dl      live rows of the verifying pass (the others are dead)
     emitted         d1 ... da  y              a accepted drafts, then the target's own token
     committed       anchor d1 ... da          the next anchor is the last emitted token
 
+All noise of a step comes from a key of its own, made from the seed and the position of its first token: the
+block-wise rule must never meet a number twice (randomness.py), and a run can still be repeated from its seed.
+
 Sources: dspark step of DeepSeek inference/model.py (`forward_spec`); accept rules in rejection.py.
 """
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from v4flash.model.drafter import Model
-from v4flash.speculative.filters import SamplingParams, greedy_token, has_usable_logits
-from v4flash.speculative.rejection import propose, verify
+from v4flash.speculative import depth, lookup
+from v4flash.speculative.depth import MAX_DRAFT
+from v4flash.speculative.filters import greedy_token, has_usable_logits, is_greedy
+from v4flash.speculative.randomness import round_key
+from v4flash.speculative.rejection import Verdict, propose, rule_of, verify
+from v4flash.speculative.stream import LIMIT, REPEATED, RUNNING, STOPPED, Control, StepResult, Stream
 from v4flash.state import DecodeState
 
-MAX_DRAFT = 9
-RUNNING, STOPPED, LIMIT = 0, 1, 2
 
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Control:
-    """What a caller may change from step to step without recompiling.
+class Proposed(NamedTuple):
+    """What a step is about to verify.
 
     Attributes:
-      draft_length: int32 [], drafts wanted per step (k), from 0 to the program's limit.
-      block_rows: int32 [], rows of the drafter's block, at least `draft_length`.
-      sampling: temperature and filters.
-      key: uint32 [2], from the seed.
-      stop_ids: int32 [n], token ids that end the text; unused places hold -1.
+      ids: int32 [K], proposed tokens.
+      laws: float32 [K, V], the law each was drawn from; one-hot where it was not drawn.
+      confidence: float32 [K], predicted acceptance of each, before calibration.
+      chance: float32 [K], the same after it.
+      live: int32 [], how many are verified.
+      drafted, copied: bool [], whether the drafter ran, and whether the tokens are copies instead of its drafts.
     """
 
-    draft_length: jax.Array
-    block_rows: jax.Array
-    sampling: SamplingParams
-    key: jax.Array
-    stop_ids: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Stream:
-    """A stream between two steps.
-
-    Attributes:
-      decode: the model's state; its length counts committed tokens.
-      anchor: int32 [], the newest emitted token, standing at position decode.length, not yet run.
-      remaining: int32 [], tokens that may still be emitted.
-      finish: int32 [], RUNNING, STOPPED (a stop id was emitted) or LIMIT (nothing remains).
-    """
-
-    decode: DecodeState
-    anchor: jax.Array
-    remaining: jax.Array
-    finish: jax.Array
-
-
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StepResult:
-    """What the host reads of a step, one step late.
-
-    Attributes:
-      tokens: int32 [K + 1], emitted tokens in the first `emitted` places.
-      emitted, accepted, drafted: int32 []; accepted counts drafts before any cut at a stop id.
-      drafts: int32 [K], the drafted tokens.
-      confidence: float32 [K], the drafter's predicted acceptance of each draft.
-      finish: int32 [], as in Stream.
-      usable: bool [], False when a live row's logits were not finite.
-    """
-
-    tokens: jax.Array
-    emitted: jax.Array
-    accepted: jax.Array
-    drafted: jax.Array
-    drafts: jax.Array
+    ids: jax.Array
+    laws: jax.Array
     confidence: jax.Array
-    finish: jax.Array
-    usable: jax.Array
+    chance: jax.Array
+    live: jax.Array
+    drafted: jax.Array
+    copied: jax.Array
 
 
 def draft_limit(rows: int) -> int:
@@ -93,17 +57,75 @@ def draft_limit(rows: int) -> int:
     return min(rows - 1, MAX_DRAFT)
 
 
+def step_key(stream: Stream, control: Control) -> jax.Array:
+    """Key data of the step that starts here: uint32 [2]."""
+    return round_key(control.key, stream.decode.length + 1)
+
+
 def draft(model: Model, stream: Stream, control: Control, limit: int) -> tuple[jax.Array, ...]:
     """Drafts `limit` tokens behind the anchor: ids [limit], their laws [limit, V], confidence [limit]."""
     block = model.drafter.block(model.backbone, stream.decode, stream.anchor, limit, control.block_rows)
-    first = stream.decode.length + 1
+    key, first = step_key(stream, control), stream.decode.length + 1
 
     def draw(j: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        proposal = propose(logits, control.sampling, control.key, first + j)
+        proposal = propose(logits, control.draft_sampling, key, first + j)
         return proposal.token, proposal.law
 
     drafts, laws = model.drafter.chain(block, stream.anchor, draw)
     return drafts.ids, laws, jax.nn.sigmoid(drafts.confidence)
+
+
+def proposed(model: Model, stream: Stream, control: Control, limit: int, drafting: Callable) -> Proposed:
+    """Drafts or copies, and how many of them to verify; at most remaining - 1, so that no row passes the limit."""
+    policy, ahead = control.depth, stream.acceptance[:limit]
+    room = jnp.where(stream.finish == RUNNING, jnp.clip(stream.remaining - 1, 0, limit), 0)
+    wanted = jnp.clip(control.draft_length, 0, room)
+    drafted = depth.worth_drafting(ahead, policy, wanted)
+
+    def nothing() -> tuple:
+        laws = jnp.zeros((limit, model.config.vocab_size), jnp.float32)
+        return jnp.zeros((limit,), jnp.int32), laws, jnp.zeros((limit,), jnp.float32)
+
+    with jax.named_scope("draft"):
+        ids, laws, confidence = jax.lax.cond(
+            drafted, lambda: drafting(model, stream, control, limit), nothing
+        )
+
+    with jax.named_scope("choose"):
+        chance = depth.calibrated(confidence, policy)
+
+        def looked_up() -> tuple:
+            copy = lookup.find(stream.history, stream.decode.length, limit)
+            taken = lookup.should_copy(
+                copy, laws[0], drafted, stream.copy_rate, ahead, control.lookup, wanted, room
+            )
+            return copy.ids, taken
+
+        copies, copied = jax.lax.cond(
+            control.lookup.on & (room > 0), looked_up, lambda: (ids, jnp.asarray(False))
+        )
+        rate = jnp.broadcast_to(stream.copy_rate, (limit,))
+        most = jnp.where(copied, jnp.clip(control.lookup.length, 0, room), jnp.where(drafted, wanted, 0))
+        undrawn = copied | is_greedy(control.sampling) | is_greedy(control.draft_sampling)
+        live = depth.choose_depth(
+            jnp.where(copied, rate, chance), jnp.where(copied, rate, ahead), policy, most, undrawn
+        )
+    return Proposed(
+        ids=jnp.where(copied, copies, ids),
+        laws=jnp.where(copied, jax.nn.one_hot(copies, laws.shape[1], dtype=laws.dtype), laws),
+        confidence=jnp.where(copied, rate, confidence),
+        chance=chance,
+        live=live,
+        drafted=drafted,
+        copied=copied,
+    )
+
+
+def _nothing_proposed(vocabulary: int) -> Proposed:
+    """The proposal of a model without a drafter."""
+    none, no = jnp.zeros((0,), jnp.float32), jnp.asarray(False)
+    laws = jnp.zeros((0, vocabulary), jnp.float32)
+    return Proposed(none.astype(jnp.int32), laws, none, none, jnp.zeros((), jnp.int32), no, no)
 
 
 def speculative_step(
@@ -111,50 +133,110 @@ def speculative_step(
 ) -> tuple[Stream, StepResult]:
     """Runs one step with passes of `rows` rows (static); a finished stream comes back unchanged.
 
-    The drafts wanted are cut so that no row stands past the limit: at most remaining - 1 drafts are verified.
     `drafting` proposes the tokens and must return the laws they were drawn from, as `draft` does.
     """
     limit = draft_limit(rows) if model.drafter is not None else 0
-    config, start = model.config, stream.decode.length
-    running = stream.finish == RUNNING
-    live = jnp.where(running, jnp.clip(control.draft_length, 0, jnp.minimum(limit, stream.remaining - 1)), 0)
-
-    def drafted() -> tuple:
-        return drafting(model, stream, control, limit)
-
-    def undrafted() -> tuple:
-        ids, laws = jnp.zeros((limit,), jnp.int32), jnp.zeros((limit, config.vocab_size), jnp.float32)
-        return ids, laws, jnp.zeros((limit,), jnp.float32)
-
-    with jax.named_scope("draft"):
-        ids, laws, confidence = jax.lax.cond(live > 0, drafted, undrafted) if limit else undrafted()
+    start, running = stream.decode.length, stream.finish == RUNNING
+    if limit:
+        plan = proposed(model, stream, control, limit, drafting)
+    else:
+        plan = _nothing_proposed(model.config.vocab_size)
 
     with jax.named_scope("verify"):
-        tokens = jnp.zeros((rows,), jnp.int32).at[0].set(stream.anchor).at[1 : limit + 1].set(ids)
-        count = jnp.where(running, live + 1, 0)
+        tokens = jnp.zeros((rows,), jnp.int32).at[0].set(stream.anchor).at[1 : limit + 1].set(plan.ids)
+        count = jnp.where(running, plan.live + 1, 0)
         trunk, decode = model.backbone.trunk(tokens, stream.decode, count)
         logits = model.backbone.logits(trunk.hidden)[: limit + 1]
 
     with jax.named_scope("reject"):
-        verdict = verify(ids, laws, logits, live, control.sampling, control.key, start + 1)
-        place = jnp.arange(limit + 1)
-        emitted_ids = jnp.where(place < verdict.accepted, jnp.append(ids, 0), verdict.token)
-        stops = jnp.any(emitted_ids[:, None] == control.stop_ids, axis=1) & (place <= verdict.accepted)
-        stopped = jnp.any(stops)
-        emitted = jnp.where(stopped, jnp.argmax(stops) + 1, verdict.accepted + 1).astype(jnp.int32)
-        emitted = jnp.where(running, emitted, 0)
+        key, rule = step_key(stream, control), rule_of(control.blockwise)
+        verdict = verify(plan.ids, plan.laws, logits, plan.live, control.sampling, key, start + 1, rule)
+        ids, emitted, finish, repeats = emission(stream, control, plan.ids, verdict)
 
     with jax.named_scope("commit"):
         if model.drafter is not None:
             decode = model.drafter.commit(decode, trunk.taps, start, emitted)
-        remaining = stream.remaining - emitted
-        finish = jnp.where(stopped, STOPPED, jnp.where(remaining > 0, RUNNING, LIMIT)).astype(jnp.int32)
-        finish = jnp.where(running, finish, stream.finish)
-        anchor = jnp.where(running, emitted_ids[jnp.maximum(emitted - 1, 0)], stream.anchor)
-    usable = jnp.all(has_usable_logits(logits) | (place > live))
-    following = Stream(decode.advance(emitted), anchor, remaining, finish)
+        usable = jnp.all(has_usable_logits(logits) | (jnp.arange(limit + 1) > plan.live))
+        following = remembered(stream, control, plan, verdict.accepted)
+        following = dataclasses.replace(
+            following,
+            decode=decode.advance(emitted),
+            anchor=jnp.where(running, ids[jnp.maximum(emitted - 1, 0)], stream.anchor),
+            remaining=stream.remaining - emitted,
+            finish=finish,
+            repeats=repeats,
+            history=_written(stream.history, ids, start + 1, emitted),
+        )
     accepted = jnp.where(running, verdict.accepted, 0)
-    return following, StepResult(emitted_ids, emitted, accepted, live, ids, confidence, finish, usable)
+    result = StepResult(
+        tokens=ids,
+        emitted=emitted,
+        accepted=accepted,
+        drafted=plan.live,
+        drafts=plan.ids,
+        confidence=plan.confidence,
+        copied=plan.copied,
+        finish=finish,
+        usable=usable,
+    )
+    return following, result
+
+
+def emission(
+    stream: Stream, control: Control, drafts: jax.Array, verdict: Verdict
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """What leaves a step: ids [K + 1], how many of them, the stream's new finish and repeats.
+
+    The text ends at the first stop id, or where one token has come too often in a row; what was accepted behind
+    it is dropped.
+    """
+    running = stream.finish == RUNNING
+    place = jnp.arange(drafts.shape[0] + 1)
+    ids = jnp.where(place < verdict.accepted, jnp.append(drafts, 0), verdict.token)
+    fresh = ids != jnp.concatenate([stream.anchor[None], ids[:-1]])
+    since = jax.lax.cummax(jnp.where(fresh, place, -1))
+    runs = jnp.where(since < 0, stream.repeats + place + 1, place - since + 1)
+    stops = jnp.any(ids[:, None] == control.stop_ids, axis=1)
+    loops = (control.repeat_limit > 0) & (runs >= control.repeat_limit)
+    ends = (stops | loops) & (place <= verdict.accepted)
+    ended = jnp.any(ends)
+    last = jnp.where(ended, jnp.argmax(ends), verdict.accepted)
+    emitted = jnp.where(running, last + 1, 0).astype(jnp.int32)
+    finish = jnp.where(stream.remaining > emitted, RUNNING, LIMIT)
+    finish = jnp.where(ended, jnp.where(stops[last], STOPPED, REPEATED), finish)
+    return (
+        ids,
+        emitted,
+        jnp.where(running, finish, stream.finish).astype(jnp.int32),
+        jnp.where(running, runs[last], stream.repeats).astype(jnp.int32),
+    )
+
+
+def remembered(stream: Stream, control: Control, plan: Proposed, accepted: jax.Array) -> Stream:
+    """The stream with what this step teaches about the steps to come."""
+    limit = plan.ids.shape[0]
+    running = stream.finish == RUNNING
+    average = depth.observed(
+        stream.acceptance[:limit],
+        control.depth.acceptance[:limit],
+        plan.chance,
+        accepted,
+        plan.live,
+        plan.drafted & ~plan.copied,
+    )
+    rate = lookup.observed_rate(stream.copy_rate, accepted, plan.live, plan.copied)
+    return dataclasses.replace(
+        stream,
+        acceptance=jnp.where(running, stream.acceptance.at[:limit].set(average), stream.acceptance),
+        copy_rate=jnp.where(running, rate, stream.copy_rate),
+    )
+
+
+def _written(history: jax.Array, ids: jax.Array, first: jax.Array, count: jax.Array) -> jax.Array:
+    """History with ids[:count] at positions first, first + 1, ..."""
+    kept = jax.lax.dynamic_slice_in_dim(history, first, ids.shape[0])
+    kept = jnp.where(jnp.arange(ids.shape[0]) < count, ids, kept)
+    return jax.lax.dynamic_update_slice_in_dim(history, kept, first, 0)
 
 
 def prefill(

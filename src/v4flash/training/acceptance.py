@@ -25,12 +25,14 @@ import numpy as np
 
 from v4flash.checkpoint.safetensors_file import write_atomically
 from v4flash.engine.language_model import DTYPES, LanguageModel, load
+from v4flash.engine.programs import new_stream
 from v4flash.errors import UsageError, V4FlashError
 from v4flash.fidelity.id_lists import rounded_context
 from v4flash.fidelity.transcripts import digest
 from v4flash.speculative.filters import SamplingParams, target_law
 from v4flash.speculative.rejection import acceptance_probability
-from v4flash.speculative.step import RUNNING, Control, Stream, draft
+from v4flash.speculative.step import draft
+from v4flash.speculative.stream import Control, Stream
 from v4flash.text import Tokenizer
 from v4flash.training.acceptance_figures import ALL, Decoded, Step, figures, gates, markdown
 from v4flash.training.batches import TOKEN_DTYPE
@@ -131,7 +133,8 @@ def with_overlaps(
     session.tokens.extend(text.prompt)
     drawn, _ = session.prefill(control)
     ids, found = [int(drawn)], []
-    stream = Stream(session.state, drawn, jnp.int32(text.budget - 1), jnp.int32(RUNNING))
+    shapes = model.programs.shapes
+    stream = new_stream(session.state, [*text.prompt, *ids], text.budget - 1, control, shapes)
     while len(found) < len(text.steps):
         found.append(overlap(model.params, stream, control))
         stream, result = model.programs.step(model.params, stream, control)

@@ -1,0 +1,187 @@
+"""How many drafts are worth verifying: expected tokens against what a step of so many rows costs.
+
+Knows: calibrated chances of acceptance, a table of costs, and the choice of a depth that never looks at what it
+must not look at. Does not know: where chances come from, or how the rows are then judged.
+
+Draft i (from 0) is *live* when it is verified. At a temperature above zero the emitted law stays the target's
+only if whether draft i is live depends on the drafts before i alone. The drafter's confidence in draft i
+depends on exactly those, so depth may be chosen by it *one draft after another*: the decision about draft i
+uses the confidences up to i and, for what lies ahead, the average acceptance of the steps before this one. Where
+drafts are not drawn but follow from what was emitted (greedy drafts, copied ones), or where the target's own
+choices are emitted whatever is verified (temperature 0), all confidences may be compared at once.
+
+A step of r live rows costs `costs[r]`; `costs[0]` is the step without drafting, so `costs[1]` is a step that
+drafted and then verified nothing. Only their proportions count. Equal costs make every choice "verify all".
+
+Sources: DSpark paper (confidence-scheduled verification, and why it must stop in order); the look ahead beyond
+the next row, which a cost curve with flat steps needs, and the margin are choices of this module.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from v4flash.errors import UsageError
+
+MAX_DRAFT = 9
+# A predicted gain below this is not worth leaving the depth that was asked for: predictions are noisy, and an
+# accepted draft more is always right.
+MARGIN = 0.04
+# What is assumed of a drafter that nobody measured; without measured costs it decides nothing.
+USUAL_ACCEPTANCE = 0.7
+# One observation moves the running average by this much; without one it goes back to where it began.
+_LEARNING, _FORGETTING = 1 / 16, 1 / 64
+_LEAST_DOUBT = 1e-6
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DepthPolicy:
+    """What the choice of a depth knows beforehand; all of it data.
+
+    Attributes:
+      adaptive: bool [], False verifies as many drafts as are wanted.
+      slope, bias: float32 [MAX_DRAFT], the chance at place i is sigmoid(slope * log-odds of confidence + bias).
+      acceptance: float32 [MAX_DRAFT], usual chance that a draft is accepted when those before it were.
+      costs: float32 [MAX_DRAFT + 2], cost of a step by its live rows; place 0 is a step without drafting.
+      margin: float32 [], least relative gain that justifies fewer drafts than wanted.
+    """
+
+    adaptive: jax.Array
+    slope: jax.Array
+    bias: jax.Array
+    acceptance: jax.Array
+    costs: jax.Array
+    margin: jax.Array
+
+    @classmethod
+    def make(
+        cls,
+        *,
+        adaptive: bool,
+        slope: Sequence[float] = (1.0,),
+        bias: Sequence[float] = (0.0,),
+        acceptance: Sequence[float] = (USUAL_ACCEPTANCE,),
+        costs: Sequence[float] = (1.0,),
+        margin: float = MARGIN,
+    ) -> "DepthPolicy":
+        """Checks the numbers; sequences shorter than needed go on with their last value.
+
+        Raises UsageError for costs that are not positive, chances outside 0 to 1, or a falling calibration.
+        """
+        if not all(np.isfinite(costs)) or min(costs) <= 0:
+            raise UsageError(f"step costs are {list(costs)}, expected numbers above 0")
+        if not 0 <= min(acceptance) <= max(acceptance) <= 1:
+            raise UsageError(f"acceptance is {list(acceptance)}, expected numbers from 0 to 1")
+        if not all(np.isfinite([*slope, *bias])) or min(slope) < 0:
+            raise UsageError(
+                f"calibration slopes are {list(slope)}, biases {list(bias)}; expected slopes from 0"
+            )
+        if not margin >= 0:
+            raise UsageError(f"margin is {margin}, expected 0 or more")
+
+        def filled(values: Sequence[float], length: int) -> jax.Array:
+            padded = [*values, *[values[-1]] * length][:length]
+            return jnp.asarray(padded, jnp.float32)
+
+        return cls(
+            adaptive=jnp.asarray(adaptive),
+            slope=filled(slope, MAX_DRAFT),
+            bias=filled(bias, MAX_DRAFT),
+            acceptance=filled(acceptance, MAX_DRAFT),
+            costs=filled(costs, MAX_DRAFT + 2),
+            margin=jnp.asarray(margin, jnp.float32),
+        )
+
+
+def calibrated(confidence: jax.Array, policy: DepthPolicy) -> jax.Array:
+    """Chance of acceptance of each draft, given those before it, from the drafter's confidence [k]."""
+    sure = jnp.clip(confidence, _LEAST_DOUBT, 1 - _LEAST_DOUBT)
+    odds = jnp.log(sure) - jnp.log1p(-sure)
+    k = confidence.shape[0]
+    return jax.nn.sigmoid(policy.slope[:k] * odds + policy.bias[:k])
+
+
+def expected_tokens(chance: jax.Array) -> jax.Array:
+    """Tokens [k + 1] that a step is expected to emit when it verifies 0 to k drafts of these chances [k]."""
+    survival = jnp.concatenate([jnp.ones_like(chance[:1]), jnp.cumprod(chance)])
+    return jnp.cumsum(survival)
+
+
+def worth_drafting(ahead: jax.Array, policy: DepthPolicy, wanted: jax.Array) -> jax.Array:
+    """bool []: whether a step should run the drafter at all; decided before anything is drafted.
+
+    Args: ahead float [k], expected acceptance by place; wanted int [], drafts wanted, from 0 to k.
+    """
+    k = ahead.shape[0]
+    rate = expected_tokens(ahead) / policy.costs[1 : k + 2]
+    depth = jnp.arange(k + 1)
+    best = jnp.max(jnp.where((depth > 0) & (depth <= wanted), rate, 0))
+    return (wanted > 0) & (~policy.adaptive | (best * (1 + policy.margin) >= 1 / policy.costs[0]))
+
+
+def choose_depth(
+    chance: jax.Array, ahead: jax.Array, policy: DepthPolicy, wanted: jax.Array, free: jax.Array
+) -> jax.Array:
+    """How many of the drafts to verify, from 0 to `wanted`: int32 [].
+
+    Args:
+      chance: float [k], calibrated chance of each draft, given those before it.
+      ahead: float [k], the same as expected before this step; stands for chances not yet looked at.
+      policy: costs, margin, and whether to choose at all.
+      wanted: int [], from 0 to k; the answer unless another one is better by more than the margin.
+      free: bool [], whether all chances may be compared at once. False decides draft after draft: whether draft
+        i is verified then depends on chance[: i + 1] only.
+    """
+    k = chance.shape[0]
+    depth = jnp.arange(k + 1)
+    costs = policy.costs[1 : k + 2].astype(chance.dtype)
+    slack = 1 + policy.margin.astype(chance.dtype)
+    tokens = expected_tokens(chance)
+    rate = jnp.where(depth <= wanted, tokens / costs, 0)
+    best = jnp.argmax(rate)
+    known = jnp.where(rate[best] > slack * rate[wanted], best, wanted)
+    going_on = _best_ahead(chance, ahead.astype(chance.dtype), tokens, costs, wanted)
+    stops = (rate[:k] > slack * going_on) & (depth[:k] < wanted)
+    in_order = jnp.where(jnp.any(stops), jnp.argmax(stops), wanted)
+    chosen = jnp.where(free, known, in_order)
+    return jnp.where(policy.adaptive, chosen, wanted).astype(jnp.int32)
+
+
+def _best_ahead(
+    chance: jax.Array, ahead: jax.Array, tokens: jax.Array, costs: jax.Array, wanted: jax.Array
+) -> jax.Array:
+    """Best expected rate [k] of going on after i drafts: draft i has its own chance, later ones the usual."""
+    k = chance.shape[0]
+    place = jnp.arange(k)
+    survival = jnp.cumprod(chance)
+    later = jnp.cumprod(jnp.where(place > place[:, None], ahead, 1), axis=1)
+    reached = jnp.where(place >= place[:, None], survival[:, None] * later, 0)
+    rate = (tokens[:k, None] + jnp.cumsum(reached, axis=1)) / costs[1:]
+    allowed = (place >= place[:, None]) & (place < wanted)
+    return jnp.max(jnp.where(allowed, rate, 0), axis=1)
+
+
+def observed(
+    average: jax.Array,
+    usual: jax.Array,
+    chance: jax.Array,
+    accepted: jax.Array,
+    live: jax.Array,
+    drafted: jax.Array,
+) -> jax.Array:
+    """The running average of acceptance by place after one more step, for the steps to come.
+
+    A draft counts once all before it were accepted: with its outcome if it was verified, else with its chance,
+    so that depths chosen by chance do not bend the average. A place that saw nothing drifts back to `usual`.
+
+    Args: average, usual, chance float [k]; accepted, live int []; drafted bool [], False for a step without
+    drafts of the drafter.
+    """
+    place = jnp.arange(chance.shape[0])
+    outcome = jnp.where(place < live, (place < accepted).astype(average.dtype), chance.astype(average.dtype))
+    seen = drafted & (place <= accepted)
+    return average + jnp.where(seen, _LEARNING * (outcome - average), _FORGETTING * (usual - average))

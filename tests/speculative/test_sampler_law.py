@@ -1,0 +1,187 @@
+"""The jitted sampler by Monte Carlo: drafting, choice of depth, accept rules and noise as the step uses them.
+
+Every combination of rule, draft, depth and filter has its chi-square of the first token and of the first pair
+against the target's law; the fast set draws fewer texts than the slow one. What a step of a whole model emits
+is drawn too.
+"""
+
+import dataclasses
+import itertools
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+from scripted_steps import ROWS, control, started
+from toy_models import toy
+
+from v4flash.speculative.depth import DepthPolicy, calibrated, choose_depth
+from v4flash.speculative.filters import SamplingParams, is_greedy, target_law
+from v4flash.speculative.lookup import LookupPolicy
+from v4flash.speculative.randomness import round_key
+from v4flash.speculative.rejection import propose, rule_of, verify
+from v4flash.speculative.step import speculative_step
+
+V, K, START = 8, 3, 5
+FEW, MANY, BATCH = 25_000, 1_000_000, 25_000
+# Draws are fixed by their seeds, so this is no flake rate: a wrong law shows p-values below it at these counts.
+CHI_SQUARE_LEVEL = 1e-5
+FILTERS = {
+    "temperature": {"temperature": 0.7},
+    "top-p": {"top_p": 0.8},
+    "top-k": {"temperature": 1.3, "top_k": 4},
+    "min-p": {"temperature": 0.9, "min_p": 0.15},
+}
+DRAFTS = {"drawn": {}, "greedy": {"temperature": 0.0}}
+DEPTHS = {"fixed": False, "adaptive": True}
+# Logits of target and draft, and confidences by place, depend on the previous token only.
+MODEL = np.random.default_rng(17)
+TARGET = (MODEL.normal(size=(V, V)) * 1.2).astype(np.float32)
+DRAFT = (TARGET + MODEL.normal(size=(V, V)) * 0.8).astype(np.float32)
+CONFIDENCE = MODEL.uniform(0.02, 0.98, (K, V)).astype(np.float32)
+COSTS = (1.0, 1.26, 1.7, 2.1, 2.25)
+
+
+@jax.jit
+def sample_texts(seeds, params, draft_params, policy, blockwise):
+    """Two tokens [n, 2] of each seed by two speculative steps, and the depths [n, 2] of these."""
+    ahead = policy.acceptance[:K]
+
+    def step(carry, _):
+        seed, text, length, anchor = carry
+        key = round_key(seed, length)
+
+        def draft(previous, i):
+            token, law = propose(jnp.asarray(DRAFT)[previous], draft_params, key, length + i)
+            return token, (token, law, jnp.asarray(CONFIDENCE)[i, previous])
+
+        _, (drafts, laws, confidence) = jax.lax.scan(draft, anchor, jnp.arange(K))
+        undrawn = is_greedy(params) | is_greedy(draft_params)
+        live = choose_depth(calibrated(confidence, policy), ahead, policy, jnp.int32(K), undrawn)
+        logits = jnp.asarray(TARGET)[jnp.concatenate([anchor[None], drafts])]
+        accepted, last = verify(drafts, laws, logits, live, params, key, length, rule_of(blockwise))
+        block = jnp.where(jnp.arange(K + 1) < accepted, jnp.append(drafts, 0), last)
+        # What lies past the accepted tokens is overwritten by the next step or cut off at the end.
+        text = jax.lax.dynamic_update_slice(text, block, (length,))
+        return (seed, text, jnp.minimum(length + accepted + 1, 2), last), live
+
+    def one(seed):
+        key = jax.random.key_data(jax.random.fold_in(jax.random.key(0), seed))
+        start = (key, jnp.zeros(2 + K + 1, jnp.int32), jnp.int32(0), jnp.int32(START))
+        (_, text, _, _), depths = jax.lax.scan(step, start, None, length=2)
+        return text[:2], depths
+
+    return jax.vmap(one)(seeds)
+
+
+def p_value(counts, law):
+    """Chi-square of counts against a law; cells expected fewer than five times are pooled."""
+    counts, expected = counts.ravel().astype(np.float64), law.ravel() / law.sum() * counts.sum()
+    assert counts[expected == 0].sum() == 0, "a token outside the support was emitted"
+    rare = expected < 5
+    counts = np.append(counts[~rare], counts[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    if expected[-1] < 5:
+        counts, expected = counts[:-1], expected[:-1] * counts[:-1].sum() / expected[:-1].sum()
+    return stats.chisquare(counts, expected).pvalue
+
+
+def check(rule, draft, depth, name, draws):
+    """Asserts both laws; returns the depths that steps had."""
+    options = FILTERS[name]
+    params, draft_params = SamplingParams.make(**options), SamplingParams.make(**options | DRAFTS[draft])
+    policy = DepthPolicy.make(adaptive=DEPTHS[depth], costs=COSTS)
+    counts, depths = np.zeros(V * V), set()
+    for first in range(0, draws, BATCH):
+        seeds = jnp.arange(first, first + BATCH)
+        texts, live = jax.device_get(
+            sample_texts(seeds, params, draft_params, policy, jnp.asarray(rule == "block"))
+        )
+        counts += np.bincount(texts[:, 0] * V + texts[:, 1], minlength=V * V)
+        depths |= set(np.unique(live).tolist())
+    law = np.asarray(target_law(jnp.asarray(TARGET), params), np.float64)
+    pairs = law[START][:, None] * law
+    assert p_value(counts.reshape(V, V).sum(axis=1), law[START]) > CHI_SQUARE_LEVEL
+    assert p_value(counts, pairs) > CHI_SQUARE_LEVEL
+    return depths
+
+
+COMBINATIONS = list(itertools.product(("token", "block"), DRAFTS, DEPTHS, FILTERS))
+
+
+@pytest.mark.parametrize(("rule", "draft", "depth", "name"), COMBINATIONS)
+def test_texts_follow_the_target_law(rule, draft, depth, name):
+    depths = check(rule, draft, depth, name, FEW)
+    assert (depths == {K}) == (depth == "fixed")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rule", "draft", "depth", "name"), COMBINATIONS)
+def test_a_million_texts_follow_the_target_law(rule, draft, depth, name):
+    check(rule, draft, depth, name, MANY)
+
+
+# A whole model: the text goes on from a prompt whose last tokens occurred before, so that it can copy.
+SAMPLING = SamplingParams.make(temperature=1.0, top_k=5)
+MODEL_OPTIONS = {
+    "block": {},
+    "token": {"blockwise": False},
+    "greedy draft": {"draft_sampling": SamplingParams.make(temperature=0.0, top_k=5)},
+    "adaptive": {"depth": DepthPolicy.make(adaptive=True, costs=(1.0, 1.05, 1.3, 1.6, 1.9), slope=(2.0,))},
+    "copying": {"lookup": LookupPolicy.make(on=True, shortest=1, agreement=0.02)},
+}
+MODEL_DRAWS = 3_000
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    """(stream, laws of first token and pair, function (control, seeds) -> the first two tokens)."""
+    model, stream = toy("mini"), started("mini", False, ROWS, 40)
+    history = np.asarray(stream.history).copy()
+    history[:8] = [50, 51, int(stream.anchor), 52, 53, 54, 55, 56]
+    stream = dataclasses.replace(stream, history=jnp.asarray(history))
+
+    @jax.jit
+    def after(token):
+        backbone = model.model.backbone
+        tokens = jnp.zeros((ROWS,), jnp.int32).at[0].set(stream.anchor).at[1].set(token)
+        trunk, _ = backbone.trunk(tokens, stream.decode, jnp.int32(2))
+        return target_law(backbone.logits(trunk.hidden)[:2], SAMPLING)
+
+    first = np.asarray(after(0)[0], np.float64)
+    pairs = np.zeros((len(first), len(first)))
+    for token in np.flatnonzero(first):
+        pairs[token] = first[token] * np.asarray(after(token)[1])
+
+    @jax.jit
+    def draw(settings, seeds):
+        merged = nnx.merge(model.graphdef, model.params)
+
+        def one(seed):
+            keyed = dataclasses.replace(
+                settings, key=jax.random.key_data(jax.random.fold_in(jax.random.key(1), seed))
+            )
+            middle, result = speculative_step(merged, stream, keyed, ROWS)
+            _, following = speculative_step(merged, middle, keyed, ROWS)
+            second = jnp.where(result.emitted > 1, result.tokens[1], following.tokens[0])
+            return jnp.stack([result.tokens[0], second]), result.accepted, result.copied
+
+        return jax.lax.map(one, seeds, batch_size=100)
+
+    return first, pairs, draw
+
+
+@pytest.mark.parametrize("name", MODEL_OPTIONS)
+def test_steps_of_a_model_follow_its_law(sampler, name):
+    first, pairs, draw = sampler
+    tokens, accepted, copied = jax.device_get(
+        draw(control(3, sampling=SAMPLING, **MODEL_OPTIONS[name]), jnp.arange(MODEL_DRAWS))
+    )
+    vocabulary = len(first)
+    counts = np.bincount(tokens[:, 0] * vocabulary + tokens[:, 1], minlength=vocabulary**2)
+    assert p_value(counts.reshape(vocabulary, -1).sum(axis=1), first) > CHI_SQUARE_LEVEL
+    assert p_value(counts, pairs) > CHI_SQUARE_LEVEL
+    assert copied.all() if name == "copying" else not copied.any()
+    assert accepted.max() > 0
