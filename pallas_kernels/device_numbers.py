@@ -94,20 +94,28 @@ def settled(x):
 
 
 @triton.jit
+def thirds(x):
+    """Three float32 numbers that bfloat16 holds and whose sum is `x`, the largest first.
+
+    A float32 has 24 bits and a bfloat16 8; each remainder is exact. (The last may underflow below |x| = 2^-110.)
+    """
+    high = rounded(x, tl.bfloat16)
+    rest = x - high
+    middle = rounded(rest, tl.bfloat16)
+    return high, middle, rest - middle
+
+
+@triton.jit
 def full_product(a, b, total, b_dtype: tl.constexpr):
     """total + a @ b for float32 a [M, K] and b [K, N], where b holds values of `b_dtype`; nothing of a is lost.
 
-    bfloat16 values of b allow tensor cores: a float32 number is the sum of three bfloat16 numbers, and products of
-    two bfloat16 numbers are exact in float32.
+    bfloat16 values of b allow tensor cores: products of two bfloat16 numbers are exact in float32.
     """
     if b_dtype == tl.bfloat16 and not INTERPRETED:
         narrow = b.to(tl.bfloat16)
-        high = a.to(tl.bfloat16)
-        rest = a - high.to(tl.float32)
-        middle = rest.to(tl.bfloat16)
-        low = (rest - middle.to(tl.float32)).to(tl.bfloat16)
-        total = tl.dot(low, narrow, total)
-        total = tl.dot(middle, narrow, total)
-        return tl.dot(high, narrow, total)
+        high, middle, low = thirds(a)
+        total = tl.dot(low.to(tl.bfloat16), narrow, total)
+        total = tl.dot(middle.to(tl.bfloat16), narrow, total)
+        return tl.dot(high.to(tl.bfloat16), narrow, total)
     else:
         return total + tl.dot(a, b, input_precision="ieee")

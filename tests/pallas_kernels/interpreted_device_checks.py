@@ -87,6 +87,15 @@ def round_rows(x, activations, narrow, N: tl.constexpr):
 
 
 @triton.jit
+def cut_numbers(x, high, middle, low, N: tl.constexpr):
+    at = tl.arange(0, N)
+    first, second, third = device_numbers.thirds(tl.load(x + at))
+    tl.store(high + at, first)
+    tl.store(middle + at, second)
+    tl.store(low + at, third)
+
+
+@triton.jit
 def decode_bytes(payload, fractions, scales, N: tl.constexpr):
     at = tl.arange(0, N)
     tl.store(fractions + at, device_numbers.decode_e4m3(tl.load(payload + at)))
@@ -133,3 +142,15 @@ def test_decoded_bytes_equal_formats():
     expected = payload.view(ml_dtypes.float8_e4m3fn).astype(np.float32)
     np.testing.assert_array_equal(np.asarray(fractions)[finite], expected[finite])
     np.testing.assert_array_equal(scales[:255], formats.e8m0_to_float(jnp.asarray(payload))[:255])
+
+
+def test_three_bfloat16_numbers_hold_a_float32():
+    random = np.random.default_rng(4)
+    values = (random.normal(size=1024) * 2.0 ** random.integers(-40, 40, 1024)).astype(np.float32)
+    values[:4] = [0, 1 + 2**-23, -(2 - 2**-23), 1.5]
+    parts = launch.call(
+        cut_numbers, jnp.asarray(values), grid=(1,), outputs=[array(1024, dtype=jnp.float32)] * 3, N=1024
+    )
+    parts = np.asarray(parts)
+    np.testing.assert_array_equal(parts.astype(ml_dtypes.bfloat16).astype(np.float32), parts)
+    np.testing.assert_array_equal(parts.astype(np.float64).sum(axis=0), values)

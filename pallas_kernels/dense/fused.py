@@ -1,0 +1,165 @@
+"""The dense products as Triton launches; `reference` defines them.
+
+Knows: shapes, and how many warps and shares of the columns a product gets. Does not know: the bodies (`kernels`).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import launch, tiles
+from pallas_kernels.dense import kernels
+from pallas_kernels.dense.packing import bfloat_terms, half_terms
+from pallas_kernels.tiles import PackedMatrix
+
+# Programs that keep an H200 busy without a second, half-empty wave; from the shapes measured there.
+MOST_PROGRAMS = 704
+MANY_TILES = 96  # from here on eight warps a program did better than four
+
+
+def shares(tiles: int, chunks: int, warps: int) -> int:
+    """Into how many shares the columns go: as many programs as useful, each warp with a chunk at least.
+
+    `chunks` are the pieces a warp takes at a time; shares that divide them evenly are preferred.
+    """
+    most = max(1, min(chunks // warps, MOST_PROGRAMS // tiles))
+    even = [s for s in range(1, most + 1) if chunks % (s * warps) == 0]
+    return max(even, default=most)
+
+
+def _warps(tiles: int, chunks: int) -> int:
+    return 8 if tiles >= MANY_TILES and chunks % 8 == 0 else 4
+
+
+def product(
+    x: jax.Array,
+    matrix: PackedMatrix,
+    *,
+    scale_block: int,
+    groups: int = 1,
+    splits: int | None = None,
+    warps: int | None = None,
+    fenced: bool = False,
+) -> jax.Array:
+    """`reference.product` as partial sums float32 [S, R, N] over S shares of the columns.
+
+    `scale_block` is the block of the weight scales, 128 or 32. bf16 x is read as fp16. `splits` chooses S, `warps`
+    how many (4 or 8) share a tile, and `fenced` whether a warp's weight loads are kept together.
+    """
+    columns = x.shape[1] // groups
+    count, chunks = _require_packed(x, matrix, columns, groups)
+    warps = warps or _warps(count, chunks)
+    splits = splits or shares(count, chunks, warps)
+    terms = half_terms(x)
+    return launch.call(
+        kernels.fp8_product,
+        terms,
+        *matrix,
+        grid=(count * splits,),
+        outputs=[_partial(splits, count)],
+        num_warps=warps,
+        BLOCKS=columns // tiles.BLOCK,
+        TILES=count,
+        GROUPS=groups,
+        SPLITS=splits,
+        SCALED=scale_block,
+        BFLOAT=terms.dtype == jnp.bfloat16,
+        TERMS=terms.shape[0],
+        FENCED=fenced,
+        WARPS=warps,
+    )[0]
+
+
+def exact_product(x: jax.Array, weight: jax.Array, *, splits: int | None = None) -> jax.Array:
+    """`reference.exact_product` as partial sums float32 [S, R, N] over S shares of the columns."""
+    count = _require_plain(x, weight)
+    warps = 4
+    splits = splits or shares(count, weight.shape[1] // 64, warps)
+    terms = bfloat_terms(x)
+    return launch.call(
+        kernels.bf16_product,
+        terms,
+        weight,
+        grid=(count * splits,),
+        outputs=[_partial(splits, count)],
+        num_warps=warps,
+        COLUMNS=weight.shape[1],
+        TILES=count,
+        SPLITS=splits,
+        TERMS=terms.shape[0],
+        WARPS=warps,
+    )[0]
+
+
+def products(
+    rounded: jax.Array,
+    matrix: PackedMatrix,
+    x: jax.Array,
+    weight: jax.Array,
+    *,
+    scale_block: int,
+    splits: tuple[int, int] | None = None,
+    fenced: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`reference.products` in one launch; `splits` chooses the shares of the FP8 and of the BF16 product.
+
+    `fenced` as in `product`.
+    """
+    count, chunks = _require_packed(rounded, matrix, rounded.shape[1], 1)
+    plain = _require_plain(x, weight)
+    if rounded.dtype != jnp.float16 or rounded.shape != x.shape:
+        raise ValueError(
+            f"rounded rows are {rounded.dtype} {rounded.shape}, expected float16 {x.shape} like the exact rows"
+        )
+    warps = 4
+    both = splits or (shares(count, chunks, warps), shares(plain, weight.shape[1] // 64, warps))
+    terms = bfloat_terms(x)
+    made = launch.call(
+        kernels.both_products,
+        rounded,
+        *matrix,
+        terms,
+        weight,
+        grid=(count * both[0] + plain * both[1],),
+        outputs=[_partial(both[0], count), _partial(both[1], plain)],
+        num_warps=warps,
+        BLOCKS=rounded.shape[1] // tiles.BLOCK,
+        TILES=count,
+        SPLITS=both[0],
+        SCALED=scale_block,
+        TERMS=terms.shape[0],
+        BF16_TILES=plain,
+        BF16_SPLITS=both[1],
+        FENCED=fenced,
+        WARPS=warps,
+    )
+    return made[0], made[1]
+
+
+def _partial(splits: int, count: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((splits, tiles.ROWS, count * tiles.TILE), jnp.float32)
+
+
+def _require_packed(x: jax.Array, matrix: PackedMatrix, columns: int, groups: int) -> tuple[int, int]:
+    """Tiles and chunks of a packed FP8 matrix, checked against its input."""
+    chunks = tiles.padded(columns, tiles.CHUNK) // tiles.CHUNK
+    if x.shape[0] != tiles.ROWS or x.shape[1] % (groups * tiles.BLOCK):
+        raise ValueError(
+            f"activations have shape {x.shape}, expected ({tiles.ROWS}, {groups} x a multiple of 32)"
+        )
+    if matrix.words.ndim != 5 or matrix.words.shape[1] != 2 * chunks or matrix.words.shape[0] % groups:
+        raise ValueError(
+            f"packed words have shape {matrix.words.shape}, expected (tiles, {2 * chunks}, 4, 32, 4) for rows of "
+            f"{columns} columns in {groups} groups"
+        )
+    return matrix.words.shape[0], chunks
+
+
+def _require_plain(x: jax.Array, weight: jax.Array) -> int:
+    """Tiles of a BF16 weight, checked against its input."""
+    n, k = weight.shape
+    if weight.dtype != jnp.bfloat16 or n % tiles.TILE or k % 64 or x.shape != (tiles.ROWS, k):
+        raise ValueError(
+            f"weight is {weight.dtype} {weight.shape} for rows {x.shape}, expected bfloat16 rows in multiples of 32 "
+            f"with {tiles.ROWS} activation rows and the same columns, a multiple of 64 (join_bf16)"
+        )
+    return n // tiles.TILE

@@ -1,0 +1,162 @@
+"""Triton bodies of the dense products.
+
+Knows: which program works on which tile and share of the columns. Does not know: why a matrix is multiplied.
+
+A program is one tile of 32 weight rows and one of SPLITS shares of the columns; its warps split the share further.
+"""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.register_mma import bf16, fp8, lanes
+
+
+@triton.jit
+def _store(sums, tile, split, out_ptr, TILES: tl.constexpr, WARPS: tl.constexpr):
+    """Writes a program's sums to out [SPLITS, 8, 32 * TILES]."""
+    channel, row, owner = lanes.places(WARPS)
+    first, second = lanes.sum_over_warps(sums, WARPS)
+    place = out_ptr + (split * 8 + row) * (32 * TILES) + tile * 32 + channel
+    tl.store(place, first, mask=owner)
+    tl.store(place + 16, second, mask=owner)
+
+
+@triton.jit
+def _fp8_program(
+    program,
+    rows_ptr,
+    words_ptr,
+    scales_ptr,
+    out_ptr,
+    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BFLOAT: tl.constexpr,
+    TERMS: tl.constexpr,
+    FENCED: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    tile, split = program % TILES, program // TILES
+    CHUNKS: tl.constexpr = (BLOCKS + 3) // 4
+    index = tile.to(tl.int64)
+    rows = rows_ptr + tile // (TILES // GROUPS) * (32 * BLOCKS)
+    sums = fp8.tile_sums(
+        words_ptr + index * (CHUNKS * 1024),
+        scales_ptr + index * (CHUNKS * 2),
+        rows,
+        rows,
+        split * WARPS,
+        GROUPS * BLOCKS * 32,
+        BLOCKS,
+        SPLITS,
+        WARPS,
+        SCALED,
+        0,
+        BFLOAT,
+        TERMS,
+        FENCED,
+        False,
+    )
+    _store(sums, tile, split, out_ptr, TILES, WARPS)
+
+
+@triton.jit
+def _bf16_program(
+    program,
+    rows_ptr,
+    weight_ptr,
+    out_ptr,
+    COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TERMS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    tile, split = program % TILES, program // TILES
+    weight_ptr += tile.to(tl.int64) * (32 * COLUMNS)
+    sums = bf16.tile_sums(weight_ptr, rows_ptr, split * WARPS, COLUMNS, SPLITS, WARPS, TERMS)
+    _store(sums, tile, split, out_ptr, TILES, WARPS)
+
+
+@triton.jit
+def fp8_product(
+    rows_ptr,
+    words_ptr,
+    scales_ptr,
+    out_ptr,
+    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BFLOAT: tl.constexpr,
+    TERMS: tl.constexpr,
+    FENCED: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """out[s] = rows W^T over share s of the columns; rows 16-bit [TERMS, 8, GROUPS * 32 * BLOCKS].
+
+    out float32 [SPLITS, 8, 32 * TILES]. The tiles form GROUPS, each with its own columns of the rows. SCALED: block
+    of the weight scales, 128 or 32. BFLOAT: the rows are bf16. FENCED:
+    keep weight loads together. Grid (TILES * SPLITS,).
+    """
+    _fp8_program(
+        tl.program_id(0), rows_ptr, words_ptr, scales_ptr, out_ptr,
+        BLOCKS, TILES, GROUPS, SPLITS, SCALED, BFLOAT, TERMS, FENCED, WARPS,
+    )  # fmt: skip
+
+
+@triton.jit
+def bf16_product(
+    rows_ptr,
+    weight_ptr,
+    out_ptr,
+    COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TERMS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """out[s] = rows W^T over share s of the columns; rows bf16 [TERMS, 8, COLUMNS], weight [32 * TILES, COLUMNS].
+
+    out float32 [SPLITS, 8, 32 * TILES]. Grid (TILES * SPLITS,).
+    """
+    _bf16_program(tl.program_id(0), rows_ptr, weight_ptr, out_ptr, COLUMNS, TILES, SPLITS, TERMS, WARPS)
+
+
+@triton.jit
+def both_products(
+    rounded_ptr,
+    words_ptr,
+    scales_ptr,
+    rows_ptr,
+    weight_ptr,
+    fp8_ptr,
+    bf16_ptr,
+    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    TERMS: tl.constexpr,
+    BF16_TILES: tl.constexpr,
+    BF16_SPLITS: tl.constexpr,
+    FENCED: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """`bf16_product` of rows and `fp8_product` of rounded fp16 rows [8, 32 * BLOCKS] in one launch.
+
+    Grid (BF16_TILES * BF16_SPLITS + TILES * SPLITS,).
+    """
+    program = tl.program_id(0)
+    BF16_PROGRAMS: tl.constexpr = BF16_TILES * BF16_SPLITS
+    if program < BF16_PROGRAMS:
+        _bf16_program(
+            program, rows_ptr, weight_ptr, bf16_ptr, 32 * BLOCKS, BF16_TILES, BF16_SPLITS, TERMS, WARPS
+        )
+    else:
+        _fp8_program(
+            program - BF16_PROGRAMS, rounded_ptr, words_ptr, scales_ptr, fp8_ptr,
+            BLOCKS, TILES, 1, SPLITS, SCALED, False, 1, FENCED, WARPS,
+        )  # fmt: skip

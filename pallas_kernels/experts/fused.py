@@ -1,0 +1,128 @@
+"""The expert products as two Triton launches; `reference` defines them.
+
+Knows: shapes, grids and how many warps a tile gets. Does not know: the bodies (`kernels`).
+"""
+
+import jax
+import jax.numpy as jnp
+import triton.language as tl
+
+from pallas_kernels import launch, tiles
+from pallas_kernels.experts import kernels
+from pallas_kernels.experts.packing import PackedExperts
+from pallas_kernels.experts.reference import PEAK_CHANNELS, Hidden, Routes
+
+_TRITON_TYPE = {jnp.dtype(jnp.float32): tl.float32, jnp.dtype(jnp.bfloat16): tl.bfloat16}
+
+
+def gate_up(
+    x: jax.Array,
+    routed: PackedExperts,
+    shared: PackedExperts,
+    routes: Routes,
+    *,
+    limit: float,
+    scale_block: int,
+    dtype=jnp.bfloat16,
+    rounded: bool = True,
+) -> Hidden:
+    """`reference.gate_up`; `scale_block` (128 or 32) is the block of the shared expert's weight scales."""
+    columns, width = x.shape[1], 16 * routed.gate_up.words.shape[1]
+    _require_rows(x.shape[0], x.dtype)
+    _require_packed("gate_up", routed.gate_up, shared.gate_up, 2 * width, columns)
+    entries = _require_routes(routes)
+    warps = 8 if columns >= 8 * tiles.CHUNK else 4
+    made = launch.call(
+        kernels.gate_up,
+        x,
+        *routed.gate_up,
+        *shared.gate_up,
+        *routes,
+        grid=(width // 16, 1 + entries),
+        outputs=[
+            jax.ShapeDtypeStruct((1 + entries, tiles.ROWS, channels), jnp.float16)
+            for channels in (width, width // PEAK_CHANNELS)
+        ],
+        num_warps=warps,
+        BLOCKS=columns // tiles.BLOCK,
+        TILES=width // 16,
+        LIMIT=float(limit),
+        SCALED=scale_block,
+        DTYPE=_TRITON_TYPE[jnp.dtype(dtype)],
+        ROUND=rounded,
+        WARPS=warps,
+    )
+    return Hidden(*made)
+
+
+def down(
+    hidden: Hidden,
+    routed: PackedExperts,
+    shared: PackedExperts,
+    routes: Routes,
+    *,
+    chosen: int,
+    round_block: int,
+    scale_block: int,
+    dtype=jnp.bfloat16,
+) -> jax.Array:
+    """`reference.down`; `round_block` is 128, 32 or 0, `scale_block` as in `gate_up`."""
+    width, columns = hidden.rows.shape[2], tiles.TILE * routed.down.words.shape[1]
+    _require_rows(hidden.rows.shape[1], hidden.rows.dtype)
+    _require_packed("down", routed.down, shared.down, columns, width)
+    entries = _require_routes(routes)
+    if hidden.rows.shape[0] != 1 + entries:
+        raise ValueError(
+            f"hidden has {hidden.rows.shape[0]} entries, expected the shared one and {entries} listed"
+        )
+    if round_block == tiles.CHUNK and width > tiles.CHUNK and width % tiles.CHUNK:
+        raise ValueError(f"hidden rows have {width} columns, expected a multiple of the rounding block 128")
+    return launch.call(
+        kernels.down,
+        *hidden,
+        *routed.down,
+        *shared.down,
+        routes.expert_ids,
+        routes.count,
+        routes.slot,
+        grid=(columns // tiles.TILE, 1 + entries),
+        outputs=[jax.ShapeDtypeStruct((tiles.ROWS, chosen + 1, columns), dtype)],
+        num_warps=4,
+        BLOCKS=width // tiles.BLOCK,
+        TILES=columns // tiles.TILE,
+        CHOSEN=chosen,
+        SCALED=scale_block,
+        ROUND=round_block,
+        WARPS=4,
+    )[0]
+
+
+def _require_rows(rows: int, dtype) -> None:
+    if rows != tiles.ROWS or dtype != jnp.float16:
+        raise ValueError(f"activations have {rows} rows of {dtype}, expected {tiles.ROWS} of float16")
+
+
+def _require_packed(name: str, routed, shared, rows: int, columns: int) -> None:
+    chunks = tiles.padded(columns, tiles.CHUNK) // tiles.CHUNK
+    expected = (rows // tiles.TILE, 4 * chunks, tiles.LANES, 4)
+    if columns % tiles.BLOCK or routed.words.shape[1:] != expected:
+        raise ValueError(
+            f"routed {name} words have shape {routed.words.shape} for rows of {columns}, expected (experts, "
+            f"{', '.join(map(str, expected))}) from pack_routed"
+        )
+    expected = (rows // tiles.TILE, 2 * chunks, 4, tiles.LANES, 4)
+    if shared.words.shape != expected:
+        raise ValueError(
+            f"shared {name} words have shape {shared.words.shape}, expected {expected} from pack_shared"
+        )
+
+
+def _require_routes(routes: Routes) -> int:
+    """The number of entries, empty ones included."""
+    entries = routes.expert_ids.shape[0]
+    shapes = [tuple(part.shape) for part in routes]
+    if shapes != [(entries,), (1,), (entries, tiles.ROWS), (entries, tiles.ROWS)]:
+        raise ValueError(
+            f"routes have shapes {shapes}, expected (NE,), (1,), (NE, {tiles.ROWS}), (NE, {tiles.ROWS})"
+        )
+    return entries

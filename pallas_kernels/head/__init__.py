@@ -1,0 +1,4 @@
+"""The output head: logits of 8 rows over the vocabulary and each row's best token.
+
+`reference` is the meaning in plain jax.numpy, `fused` the same function as two Triton launches.
+"""

@@ -1,0 +1,137 @@
+"""Launches the fused boundary; the same calls and results as reference.py.
+
+Knows: shapes, the sizes of tiles, and which buffers are updated in place. Does not know: the arithmetic.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import launch
+from pallas_kernels.hyper_connections import kernels
+from pallas_kernels.hyper_connections.reference import Boundary, Output, Projection
+from pallas_kernels.hyper_connections.specs import BoundarySpec
+
+COUNTER_LINES = 1
+WARPS = 4
+COLUMNS = 32  # of one program: 128 programs at D = 4096
+_TURN_COLUMNS = 4096  # most columns that a row program holds at once
+
+
+def _array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _power_of_two_in(number: int) -> int:
+    return number & -number
+
+
+def layout(spec: BoundarySpec, mixes: int, columns: int = COLUMNS) -> dict[str, int]:
+    """The kernel's tile constants: BD columns a program, W words of a partial sum, NB blocks of B columns a turn."""
+    block = min(spec.block or 32, spec.width)
+    turn = min(_TURN_COLUMNS, _power_of_two_in(spec.width))
+    if spec.width % block or turn % block or spec.width % min(columns, turn):
+        raise ValueError(
+            f"width is {spec.width}, expected a multiple of {columns} columns and of blocks of {block}"
+        )
+    width = max(16, 1 << (mixes + 1).bit_length())
+    return dict(BD=min(columns, turn), W=width, B=block, NB=turn // block)
+
+
+def constants(spec: BoundarySpec, rows: int, projection: Projection | None, columns: int = COLUMNS) -> dict:
+    """The kernel constants that follow from the model and from the number of rows."""
+    if rows not in (8, 16):
+        raise ValueError(f"{rows} rows, expected 8 or 16")
+    mixes = 0 if projection is None else projection.fn.shape[0]
+    return dict(
+        R=rows, D=spec.width, S=spec.streams, MIXES=mixes, DELAYED=spec.delayed, ROUND=bool(spec.block),
+        NORM_EPS=spec.norm_eps, MIX_EPS=spec.mix_eps, ITERATIONS=spec.iterations,
+        **layout(spec, mixes, columns),
+    )  # fmt: skip
+
+
+def parts_constants(output: Output | None) -> dict:
+    """How many parts the output before has, and whether they are experts'."""
+    if output is None:
+        return dict(PARTS=0, EXPERTS=False)
+    if output.experts is not None:
+        return dict(PARTS=output.experts.shape[1], EXPERTS=True)
+    return dict(PARTS=output.partials.shape[0], EXPERTS=False)
+
+
+def operands(
+    source: jax.Array | tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    projection: Projection | None,
+    coefficients: jax.Array | None,
+    output: Output | None,
+    counters: jax.Array,
+) -> tuple[list[jax.Array], bool]:
+    """The kernel's operands up to `counters_in`, and whether the streams come from the embedding.
+
+    An operand that a variant never reads is some array that is at hand anyway.
+    """
+    embed = isinstance(source, tuple)
+    table, tokens = source if embed else (norm, counters)
+    parts = [norm, counters]
+    if output is not None:
+        parts = [output.partials, counters]
+        if output.experts is not None:
+            parts = [output.experts, output.count.reshape(1)]
+    given = norm if coefficients is None else coefficients
+    mix = [norm] * 3 if projection is None else [projection.fn, projection.base, projection.scale]
+    streams = norm if embed else source
+    return [*parts, given, table, tokens, *mix, norm, streams, counters], embed
+
+
+def boundary(
+    spec: BoundarySpec,
+    source: jax.Array | tuple[jax.Array, jax.Array],
+    norm: jax.Array,
+    projection: Projection | None,
+    counters: jax.Array,
+    coefficients: jax.Array | None = None,
+    output: Output | None = None,
+    *,
+    last: bool = False,
+    tap: bool = False,
+) -> tuple[Boundary, jax.Array]:
+    """One boundary in one launch: the result of `reference.boundary`, and the counters for the next kernel.
+
+    Args:
+      source: streams [R, S, D] in the model's type, updated in place, with R 8 or 16; or (table [V, D],
+        tokens int32 [R]) in front of the first layer.
+      norm: weight [D]. projection, coefficients, output, last, tap: as in reference.py.
+      counters: from `device_barrier.counters`, at least COUNTER_LINES lines.
+    """
+    given, embed = operands(source, norm, projection, coefficients, output, counters)
+    rows = source[1].shape[0] if embed else source.shape[0]
+    fixed = constants(spec, rows, projection) | parts_constants(output)
+    if not embed and source.shape != (rows, spec.streams, spec.width):
+        raise ValueError(f"streams are {source.shape}, expected {(rows, spec.streams, spec.width)}")
+    programs, width, dtype = spec.width // fixed["BD"], spec.width, spec.type
+    wants_hidden = spec.delayed or last
+    streams, own, hidden, x, rounded, mean, _, counters = launch.call(
+        kernels.boundary,
+        *given,
+        grid=(programs + (rows if last else 2 * rows),),
+        outputs=[
+            _array(rows, spec.streams, width, dtype=dtype),
+            _array(*((1, 1) if last else (rows, spec.mixes))),
+            _array(*((rows, width) if wants_hidden else (1, 1)), dtype=dtype),
+            _array(rows, width, dtype=dtype),
+            _array(rows, width, dtype=jnp.float16),
+            _array(*((rows, width) if tap else (1, 1)), dtype=dtype),
+            _array(programs, rows, fixed["W"]),
+            _array(*counters.shape, dtype=jnp.int32),
+        ],
+        aliases={len(given) - 1: 7} if embed else {len(given) - 2: 0, len(given) - 1: 7},
+        num_warps=WARPS,
+        EMBED=embed,
+        LAST=last,
+        TAP=tap,
+        **fixed,
+    )
+    result = Boundary(
+        streams, None if last else own, hidden if last else None, x, rounded, mean if tap else None
+    )
+    return result, counters

@@ -1,0 +1,115 @@
+"""32 natural rows of BF16 weights times 8 rows of BF16 activations."""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels.register_mma import lanes, text
+
+# A turn is 64 columns, two blocks: 128 bytes of each row, which together fill whole cache lines.
+_WEIGHTS = tl.constexpr(text.loads_of_rows(8, lanes.STREAM, guarded=False))
+_WEIGHTS_GUARDED = tl.constexpr(text.loads_of_rows(8, lanes.STREAM, guarded=True))
+_LOAD, _LOAD_GUARDED = lanes.signature("32r", "8l"), lanes.signature("32r", "8l", "r")
+_ROWS = tl.constexpr(text.loads(1, 0, ".ca"))
+_ROWS_GUARDED = tl.constexpr(text.loads(1, 0, ".ca", guarded=True))
+_LOAD_ROWS, _LOAD_ROWS_GUARDED = lanes.signature("4r", "l"), lanes.signature("4r", "l", "r")
+_STEP, _OPERANDS = tl.constexpr(text.bf16_step()), lanes.signature("4f", "12r", "4f")
+
+
+@triton.jit
+def _load_weights(p, present, EIGHT_ROWS: tl.constexpr, GUARDED: tl.constexpr):
+    """16 bytes of rows g, g + 8, g + 16, g + 24 in one block, then in the next: 32 words."""
+    second, third, fourth = p + EIGHT_ROWS, p + 2 * EIGHT_ROWS, p + 3 * EIGHT_ROWS
+    pointers = (p, second, third, fourth, p + 32, second + 32, third + 32, fourth + 32)
+    if GUARDED:
+        return tl.inline_asm_elementwise(
+            _WEIGHTS_GUARDED,
+            _LOAD_GUARDED,
+            pointers + (present,),
+            dtype=(tl.int32,) * 32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _WEIGHTS, _LOAD, pointers, dtype=(tl.int32,) * 32, is_pure=False, pack=1
+        )
+
+
+@triton.jit
+def _load_rows(pointer, present, GUARDED: tl.constexpr):
+    if GUARDED:
+        return tl.inline_asm_elementwise(
+            _ROWS_GUARDED,
+            _LOAD_ROWS_GUARDED,
+            [pointer, present],
+            dtype=(tl.int32,) * 4,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _ROWS, _LOAD_ROWS, [pointer], dtype=(tl.int32,) * 4, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _step(upper, lower, x, d):
+    return tl.inline_asm_elementwise(
+        _STEP, _OPERANDS, upper + lower + x + d, dtype=(tl.float32,) * 4, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _turn(
+    sums,
+    weights,
+    rows,
+    columns,
+    present,
+    COLUMNS: tl.constexpr,
+    TERMS: tl.constexpr,
+    GUARDED: tl.constexpr,
+):
+    """Adds the 64 columns that lie `columns` behind the lane's first ones; guarded by `present`, 0 or 1."""
+    w = _load_weights(weights + columns, present, 8 * COLUMNS, GUARDED)
+    upper, lower = sums[0:4], sums[4:8]
+    for term in tl.static_range(TERMS):
+        x = _load_rows(rows + (term * 8 * COLUMNS + columns), present, GUARDED)
+        upper = _step(w[0:4], w[4:8], x, upper)
+        lower = _step(w[8:12], w[12:16], x, lower)
+        x = _load_rows(rows + (term * 8 * COLUMNS + columns + 32), present, GUARDED)
+        upper = _step(w[16:20], w[20:24], x, upper)
+        lower = _step(w[24:28], w[28:32], x, lower)
+    return upper + lower
+
+
+@triton.jit
+def tile_sums(
+    weights_ptr,
+    rows_ptr,
+    first,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WARPS: tl.constexpr,
+    TERMS: tl.constexpr,
+):
+    """The sums of each lane over 64 columns at 64 * (first + warp), and every 64 * SPLITS * WARPS further.
+
+    Args:
+      weights_ptr: bf16, row 0 of the 32; rows are COLUMNS apart, a multiple of 64.
+      rows_ptr: bf16 activations [TERMS, 8, COLUMNS]; the terms' products add up.
+      first: int32, the first 64 columns of this program's first warp.
+    """
+    warp, g, q = lanes.position(WARPS)
+    column = (first + warp) * 64 + q * 8
+    weights = weights_ptr + g * COLUMNS + column
+    rows = rows_ptr + g * COLUMNS + column
+    STEP: tl.constexpr = SPLITS * WARPS
+    TURNS: tl.constexpr = COLUMNS // (64 * STEP)
+    sums = lanes.zero_sums(WARPS)
+    for turn in range(0, TURNS):
+        sums = _turn(sums, weights, rows, turn * (64 * STEP), 1, COLUMNS, TERMS, False)
+    if COLUMNS % (64 * STEP):
+        present = (TURNS * STEP + first + warp < COLUMNS // 64).to(tl.int32)
+        sums = _turn(sums, weights, rows, TURNS * (64 * STEP), present, COLUMNS, TERMS, True)
+    return sums

@@ -1,0 +1,158 @@
+"""A tile of FP4 weights times 8 rows of fp16 activations."""
+
+import triton
+import triton.language as tl
+
+from pallas_kernels import tiles
+from pallas_kernels.register_mma import lanes, text
+
+GAIN = tl.constexpr(tiles.FP4_GAIN)
+_SCALES = tl.constexpr(text.loads(1, 0, ".nc.L1::no_allocate"))
+_SCALES_GUARDED = tl.constexpr(text.loads(1, 0, ".nc.L1::no_allocate", guarded=True))
+_LOAD, _LOAD_GUARDED = lanes.signature("4r", "l"), lanes.signature("4r", "l", "r")
+_BLOCK_0, _BLOCK_1, _BLOCK_2, _BLOCK_3 = (tl.constexpr(text.fp4_block(i)) for i in range(4))
+_OPERANDS = lanes.signature("8f", "12r", "8f")
+
+
+@triton.jit
+def _block(BLOCK: tl.constexpr, words, rows, scales, sums):
+    if BLOCK == 0:
+        TEXT: tl.constexpr = _BLOCK_0
+    elif BLOCK == 1:
+        TEXT: tl.constexpr = _BLOCK_1
+    elif BLOCK == 2:
+        TEXT: tl.constexpr = _BLOCK_2
+    else:
+        TEXT: tl.constexpr = _BLOCK_3
+    return tl.inline_asm_elementwise(
+        TEXT, _OPERANDS, words + rows + scales + sums, dtype=(tl.float32,) * 8, is_pure=True, pack=1
+    )
+
+
+@triton.jit
+def _load_scales(pointer, blocks, GUARDED: tl.constexpr):
+    if GUARDED:
+        return tl.inline_asm_elementwise(
+            _SCALES_GUARDED, _LOAD_GUARDED, [pointer, blocks], dtype=(tl.int32,) * 4, is_pure=False, pack=1
+        )
+    else:
+        return tl.inline_asm_elementwise(
+            _SCALES, _LOAD, [pointer], dtype=(tl.int32,) * 4, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _turn(
+    sums,
+    words,
+    scales,
+    rows,
+    peaks,
+    q,
+    chunk,
+    blocks,
+    row_blocks,
+    TOGETHER: tl.constexpr,
+    GUARDED: tl.constexpr,
+    SPARSE: tl.constexpr,
+    FENCED: tl.constexpr,
+):
+    """Adds the chunk that lies `chunk` chunks behind the lane's first one."""
+    s = _load_scales(scales + chunk * 32, blocks, GUARDED)
+    w = lanes.load_weights(words + chunk * 512, blocks, GUARDED, FENCED)
+    near = lanes.load_rows(rows + chunk * 128, row_blocks, GUARDED or SPARSE)
+    far = lanes.load_rows(rows + (chunk * 128 + 64), row_blocks - 2, GUARDED or SPARSE)
+    if TOGETHER:
+        peak = lanes.load_peaks(peaks + chunk * 16, row_blocks, q)
+        both = lanes.rounding_scales(peak, 0, TOGETHER)
+    for block in tl.static_range(4):
+        if block < 2:
+            x = near[4 * block : 4 * block + 4]
+        else:
+            x = far[4 * block - 8 : 4 * block - 4]
+        if TOGETHER:
+            if TOGETHER == 32 and block > 0:
+                both = lanes.rounding_scales(peak, block, TOGETHER)
+            x = lanes.rounded_words(x, both)
+        sums = _block(block, w[4 * block : 4 * block + 4], x, s, sums)
+    return sums
+
+
+@triton.jit
+def tile_sums(
+    words_ptr,
+    scales_ptr,
+    rows_ptr,
+    peaks_ptr,
+    row_blocks,
+    BLOCKS: tl.constexpr,
+    WARPS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    SPARSE: tl.constexpr,
+    FENCED: tl.constexpr,
+):
+    """The sums of each lane, divided by GAIN.
+
+    Args:
+      words_ptr, scales_ptr: the packed tile.
+      rows_ptr: fp16 activations [8, 32 * BLOCKS].
+      peaks_ptr: used if TOGETHER, fp16: the largest size of each 8 columns of the activations.
+      row_blocks: used if SPARSE, int32: 4 where activation row g counts, 0 where it is taken as zero, unread.
+      TOGETHER: columns that share a scale of the activations' rounding, 0 to take them as they are.
+      FENCED: keep a turn's weight loads together and loop over turns; otherwise turns are unrolled.
+    """
+    warp, g, q = lanes.position(WARPS)
+    words = words_ptr + warp * 512 + (4 * g + q) * 4
+    scales = scales_ptr + warp * 32 + g * 4
+    rows = rows_ptr + g * (32 * BLOCKS) + warp * 128 + q * 8
+    peaks = peaks_ptr + g * (4 * BLOCKS) + warp * 16 + q * 4
+    TURNS: tl.constexpr = BLOCKS // (4 * WARPS)
+    sums = lanes.zero_sums(WARPS)
+    if FENCED:
+        for turn in range(0, TURNS):
+            tl.inline_asm_elementwise(
+                lanes.KEEP_LOOPING, lanes.FROM_ONE_TO_ONE, [turn], dtype=tl.int32, is_pure=False, pack=1
+            )
+            sums = _turn(
+                sums,
+                words,
+                scales,
+                rows,
+                peaks,
+                q,
+                turn * WARPS,
+                4,
+                row_blocks,
+                TOGETHER,
+                False,
+                SPARSE,
+                True,
+            )
+    else:
+        for turn in tl.static_range(TURNS):
+            sums = _turn(
+                sums,
+                words,
+                scales,
+                rows,
+                peaks,
+                q,
+                turn * WARPS,
+                4,
+                row_blocks,
+                TOGETHER,
+                False,
+                SPARSE,
+                False,
+            )
+    if BLOCKS % (4 * WARPS):
+        chunk: tl.constexpr = TURNS * WARPS
+        blocks = lanes.blocks_left(chunk + warp, BLOCKS)
+        if SPARSE:
+            row_blocks = tl.minimum(blocks, row_blocks)
+        else:
+            row_blocks = blocks
+        sums = _turn(
+            sums, words, scales, rows, peaks, q, chunk, blocks, row_blocks, TOGETHER, True, SPARSE, False
+        )
+    return sums

@@ -1,0 +1,52 @@
+"""The fused Markov chain: its meaning in Triton's interpreter, and its compiled form at the published shapes."""
+
+from pathlib import Path
+
+import compile_for_gpu
+import interpreter
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.markov_chain import fused, specs
+from pallas_kernels.markov_chain.reference import Draw
+
+TOKENS = 7
+
+
+def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def test_interpreted_kernels_mean_the_reference():
+    interpreter.run(Path(__file__).with_name("interpreted_checks.py"))
+
+
+@pytest.mark.parametrize("spec", specs.SPECS.values(), ids=specs.SPECS)
+def test_slices_cover_the_vocabulary_and_all_programs_find_a_processor(spec):
+    tiles = fused.layout(spec)
+    assert (
+        tiles["G"] * tiles["TILES"] * tiles["BV"]
+        >= spec.vocabulary
+        > (tiles["G"] - 1) * tiles["TILES"] * tiles["BV"]
+    )
+    assert tiles["TILES"] * tiles["BV"] == tiles["OWN"] * tiles["BLOCK"]
+    assert tiles["G"] <= fused.PROCESSORS
+
+
+@pytest.mark.parametrize("capability", compile_for_gpu.CAPABILITIES)
+@pytest.mark.parametrize("drawn", [False, True])
+def test_nothing_spills(drawn, capability):
+    spec = specs.V4_FLASH
+    table = array(spec.vocabulary, spec.rank, dtype=jnp.bfloat16)
+    draw = Draw(array(), array(), array(TOKENS, 2)) if drawn else None
+
+    def chain(base, anchor, embed, head, count, counters, draw):
+        return fused.chain(spec, base, anchor, embed, head, count, counters, draw)
+
+    made = compile_for_gpu.kernels(
+        chain, array(TOKENS, spec.vocabulary), array(dtype=jnp.int32), table, table, array(dtype=jnp.int32),
+        array(32, dtype=jnp.int32), draw, capability=capability,
+    )  # fmt: skip
+    assert [kernel.name for kernel in made] == ["chain"]
+    assert made[0].spilled_bytes == 0

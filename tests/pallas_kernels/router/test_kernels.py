@@ -1,0 +1,70 @@
+"""The fused router: its meaning in Triton's interpreter, and its compiled form at the published shapes."""
+
+from pathlib import Path
+
+import compile_for_gpu
+import interpreter
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.hyper_connections import specs as boundary_specs
+from pallas_kernels.hyper_connections.reference import Output, Projection
+from pallas_kernels.router import fused, specs
+from pallas_kernels.router.reference import Gate
+
+ROWS = 8
+COUNTERS = jax.ShapeDtypeStruct((96,), jnp.int32)
+# Programs of the joined launch wait for each other; they should all find room on the smallest GPU in mind.
+PROCESSORS, REGISTERS, SHARED_BYTES = 132, 65536, 232448
+
+
+def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def gate_of(spec: specs.RouterSpec, hashed: bool = False) -> Gate:
+    weight = array(spec.experts, spec.width, dtype=jnp.bfloat16)
+    table = array(1000, spec.chosen, dtype=jnp.int32)
+    return Gate(weight, None, table) if hashed else Gate(weight, array(spec.experts))
+
+
+def test_interpreted_kernels_mean_the_reference():
+    interpreter.run(Path(__file__).with_name("interpreted_checks.py"))
+
+
+@pytest.mark.parametrize("capability", compile_for_gpu.CAPABILITIES)
+@pytest.mark.parametrize(
+    "spec,hashed", [(specs.V4_FLASH, False), (specs.V4_FLASH, True), (specs.V41_DRAFTER, False)]
+)
+def test_nothing_spills(spec, hashed, capability):
+    made = compile_for_gpu.kernels(
+        lambda x, gate, count, counters, tokens: fused.route(spec, x, gate, count, counters, tokens),
+        array(ROWS, spec.width, dtype=jnp.bfloat16), gate_of(spec, hashed), array(dtype=jnp.int32), COUNTERS,
+        array(ROWS, dtype=jnp.int32), capability=capability,
+    )  # fmt: skip
+    assert [kernel.name for kernel in made] == ["route"]
+    assert made[0].spilled_bytes == 0
+
+
+@pytest.mark.parametrize("capability", compile_for_gpu.CAPABILITIES)
+@pytest.mark.parametrize(
+    "spec,router", [(boundary_specs.V4_FLASH, specs.V4_FLASH), (boundary_specs.V41_FLASH, specs.V41_FLASH)]
+)
+def test_the_joined_launch_spills_nothing_and_fits_the_gpu_at_once(spec, router, capability):
+    width, mixes = spec.width, spec.mixes
+
+    def joined(streams, norm, projection, gate, count, counters, coefficients, output):
+        return fused.boundary_and_route(
+            spec, router, streams, norm, projection, gate, count, counters, coefficients, output
+        )
+
+    (made,) = compile_for_gpu.kernels(
+        joined, array(ROWS, spec.streams, width, dtype=spec.type), array(width),
+        Projection(array(mixes, spec.streams * width), array(mixes), array(3)), gate_of(router),
+        array(dtype=jnp.int32), COUNTERS, array(ROWS, mixes), Output(array(8, ROWS, width)), capability=capability,
+    )  # fmt: skip
+    assert made.spilled_bytes == 0
+    resident = min(REGISTERS // (made.registers * 32 * fused.WARPS), SHARED_BYTES // (made.shared + 1024))
+    programs = width // 32 + 2 * ROWS + fused.gate_programs(router)
+    assert programs <= PROCESSORS * resident

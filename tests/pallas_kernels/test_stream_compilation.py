@@ -1,0 +1,83 @@
+"""The weight-streaming kernels at real shapes, compiled for the GPUs that are not here: no register is spilled."""
+
+import compile_for_gpu
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.dense import fused as dense
+from pallas_kernels.dense import specs as dense_specs
+from pallas_kernels.experts import fused as experts
+from pallas_kernels.experts import specs as expert_specs
+from pallas_kernels.head import fused as head
+from pallas_kernels.head import specs as head_specs
+
+# A program of eight warps leaves room for three others on a processor of 65536 registers up to this count. Programs of
+# four warps pay less for a few more.
+REGISTERS_OF_EIGHT_WARPS = 72
+REGISTERS_OF_FOUR_WARPS = 88
+
+
+# Shapes that differ from these in the number of tiles or choices only compile to the same loops.
+EXPERTS = ("v4-flash", "v4.1-flash", "demo")
+PRODUCTS = [name for name in dense_specs.PRODUCTS if "index" not in name or "demo" in name]
+EXACT_PRODUCTS = [
+    name for name in dense_specs.EXACT_PRODUCTS if not name.endswith(("ratio 128", "ratio 1", "demo router"))
+]
+HEADS = ("v4-flash", "v4.1-flash", "demo")
+
+
+def _check(function, *arguments, most: int = REGISTERS_OF_FOUR_WARPS) -> None:
+    for capability in compile_for_gpu.CAPABILITIES:
+        for kernel in compile_for_gpu.kernels(function, *arguments, capability=capability):
+            assert kernel.spilled_bytes == 0, (capability, kernel)
+            assert kernel.registers <= most, (capability, kernel)
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts(name):
+    spec = expert_specs.SPECS[name]
+    dtype = jnp.dtype(spec.dtype)
+    arguments = spec.routed(), spec.shared(), spec.routes()
+    x = jax.ShapeDtypeStruct((8, spec.width), jnp.float16)
+    _check(
+        lambda *a: experts.gate_up(*a, limit=spec.limit, scale_block=spec.block, dtype=dtype),
+        x, *arguments, most=REGISTERS_OF_EIGHT_WARPS,
+    )  # fmt: skip
+    _check(
+        lambda *a: experts.down(
+            *a, chosen=spec.chosen, round_block=spec.block, scale_block=spec.block, dtype=dtype
+        ),
+        spec.hidden(), *arguments,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_fp8_products(name):
+    spec = dense_specs.PRODUCTS[name]
+    _check(
+        lambda x, matrix: dense.product(x, matrix, scale_block=spec.block, groups=spec.groups),
+        spec.input(), spec.matrix(),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXACT_PRODUCTS)
+def test_exact_products(name):
+    spec = dense_specs.EXACT_PRODUCTS[name]
+    if spec.beside is None:
+        _check(dense.exact_product, spec.input(), spec.weight())
+    else:
+        _check(
+            lambda *a: dense.products(*a, scale_block=spec.beside.block),
+            spec.beside.input(), spec.beside.matrix(), spec.input(), spec.weight(),
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("logits", [False, True])
+@pytest.mark.parametrize("name", HEADS)
+def test_head(name, logits):
+    spec = head_specs.SPECS[name]
+    _check(
+        lambda x, weight: head.logits_argmax(x, weight, logits=logits),
+        spec.input(), spec.weight(), most=REGISTERS_OF_EIGHT_WARPS,
+    )  # fmt: skip
