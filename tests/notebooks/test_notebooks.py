@@ -8,8 +8,8 @@ import nbformat
 import pytest
 
 FOLDER = Path(__file__).resolve().parents[2] / "notebooks"
-# One that takes longer than this on a CPU is no first step for anyone.
-SECONDS_PER_CELL = 120
+# The first cell compiles: under a minute on an idle CPU, several times that on a busy one.
+SECONDS_PER_CELL = 300
 LARGEST_COPY = 200_000
 
 spec = importlib.util.spec_from_file_location("execute_notebooks", FOLDER / "execute.py")

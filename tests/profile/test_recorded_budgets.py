@@ -1,0 +1,73 @@
+"""The budgets in docs/budgets: whole, consistent, and still what the step compiles to."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from v4flash.config import ModelConfig
+from v4flash.profile import budget, targets
+
+FOLDER = Path(budget.__file__).resolve().parents[3] / "docs" / "budgets"
+FILES = sorted(FOLDER.glob("*.json"))
+WANTED = {"v4-flash-0731-h200-xla"}
+# XLA decides anew what to fuse whenever a line of the step changes; a table that is further off than this
+# describes another step. What is fused by hand must not grow at all.
+STALE = 0.02
+GROWTH = {"xla": STALE, "fused": 0.0}
+COUNTS = (
+    "kernels", "kernels_per_step", "kernels_at_least", "host_launches_per_step", "command_buffers", "graph_cuts",
+    "weight_copies", "weight_copies_bytes", "argument_leaves", "temp_bytes",
+)  # fmt: skip
+AGAIN = "make budgets"
+
+
+def recorded(name: str) -> dict:
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def test_every_wanted_budget_is_recorded():
+    assert WANTED <= {file.stem for file in FILES}
+
+
+@pytest.mark.parametrize("name", [file.stem for file in FILES])
+def test_recorded_figures_agree_with_each_other(name):
+    found = recorded(name)
+    assert found["schema"] == budget.SCHEMA
+    assert name == f"{found['config']}-{found['target']['name']}-{found['backend']}"
+    config = ModelConfig.from_file(budget.configuration(found["config"]))
+    assert (found["layers"], found["draft_stages"]) == (config.num_hidden_layers, config.draft.stages)
+    assert found["target"]["capability"] == targets.target(found["target"]["name"]).capability
+    assert (found["k"], found["rows"], found["context"]) == (5, 8, 65536)
+    for sums in ("kernels_by_scope", "kernels_by_kind", "kernels_by_part"):
+        assert sum(found[sums].values()) == found["kernels_per_step"]
+    assert sum(copy["copies"] for copy in found["weight_copies_by_argument"]) == found["weight_copies"]
+    layers = {scope.split("/")[1] for scope in found["kernels_by_scope"] if scope.startswith("verify/layer_")}
+    assert len(layers) == found["layers"]
+    assert found["fits"] == (found["argument_bytes"] + found["temp_bytes"] <= found["target"]["memory"])
+    assert found["weight_bytes"] < found["argument_bytes"]
+
+
+@pytest.mark.parametrize("name", [file.stem for file in FILES])
+def test_recorded_steps_keep_their_state_in_place_and_spill_nothing(name):
+    found = recorded(name)
+    assert found["aliased_bytes"] == found["state_bytes"] and found["not_in_place"] == []
+    assert (found["spills"], found["state_copies"]) == (0, 0)
+
+
+@pytest.mark.slow  # minutes of both processors each
+@pytest.mark.parametrize("name", [file.stem for file in FILES])
+def test_the_real_step_still_compiles_to_its_record(name):
+    """The whole step at real shapes, compiled here for a GPU that is not."""
+    before = recorded(name)
+    request = budget.Request(before["config"], before["target"]["name"], before["backend"], before["k"])
+    now = budget.budget(request)
+    assert now["aliased_bytes"] == now["state_bytes"] and now["not_in_place"] == []
+    assert now["spills"] == now["state_copies"] == 0
+    assert now["kernels_by_part"].keys() == before["kernels_by_part"].keys(), AGAIN
+    growth = GROWTH[before["backend"]]
+    for count in COUNTS:
+        least, most = before[count] * (1 - STALE), before[count] * (1 + growth)
+        assert least <= now[count] <= most, (
+            f"{count} was {before[count]}: run `{AGAIN}` and look at the difference"
+        )
