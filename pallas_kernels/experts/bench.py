@@ -12,6 +12,7 @@ from pallas_kernels.experts.specs import ExpertSpec
 
 RESIDENT = 128  # packed experts to choose from
 LIVE = 7
+_routes = jax.jit(reference.routes, static_argnums=3)
 
 
 def random_experts(spec: ExpertSpec, resident: int = RESIDENT) -> tuple[PackedExperts, PackedExperts]:
@@ -35,7 +36,7 @@ def random_routes(spec: ExpertSpec, seed: int, distinct: int, resident: int = RE
         rest = rng.permutation(np.setdiff1d(pool, row))
         row[row < 0] = rest[: np.sum(row < 0)]
     weights = jnp.asarray(rng.uniform(0.1, 0.5, ids.shape), jnp.float32)
-    return reference.routes(jnp.asarray(ids, jnp.int32), weights, jnp.arange(tiles.ROWS) < LIVE, spec.entries)
+    return _routes(jnp.asarray(ids, jnp.int32), weights, jnp.arange(tiles.ROWS) < LIVE, spec.entries)
 
 
 def bench_case(spec: ExpertSpec, distinct: int = 30, calls: int = 8) -> BenchCase:

@@ -1,5 +1,6 @@
 """Random experts, inputs and routes for the tests of the expert launches."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -7,6 +8,9 @@ from pallas_kernels import formats
 from pallas_kernels.experts import packing
 from pallas_kernels.experts.reference import Routes, routes
 from pallas_kernels.experts.specs import ExpertSpec
+
+_routes = jax.jit(routes, static_argnums=3)
+_fp8_round_trip = jax.jit(formats.fp8_round_trip, static_argnums=1)
 
 
 def fp4(rng, *shape: int):
@@ -43,7 +47,7 @@ def packed(spec: ExpertSpec, seed: int) -> tuple[packing.PackedExperts, packing.
 def rounded_rows(spec: ExpertSpec, seed: int):
     """Activations [8, D] as the model hands them over."""
     x = np.random.default_rng(seed).normal(size=(8, spec.width)).astype(np.float32)
-    return formats.fp8_round_trip(jnp.asarray(x), min(spec.block, spec.width)).astype(jnp.float16)
+    return _fp8_round_trip(jnp.asarray(x), min(spec.block, spec.width)).astype(jnp.float16)
 
 
 def random_routes(spec: ExpertSpec, seed: int, live: int = 8, entries: int | None = None) -> Routes:
@@ -51,4 +55,4 @@ def random_routes(spec: ExpertSpec, seed: int, live: int = 8, entries: int | Non
     rng = np.random.default_rng(seed)
     ids = np.stack([rng.permutation(spec.experts)[: spec.chosen] for _ in range(8)]).astype(np.int32)
     weights = rng.uniform(0.1, 1.0, ids.shape).astype(np.float32)
-    return routes(jnp.asarray(ids), jnp.asarray(weights), jnp.arange(8) < live, entries or spec.entries)
+    return _routes(jnp.asarray(ids), jnp.asarray(weights), jnp.arange(8) < live, entries or spec.entries)
