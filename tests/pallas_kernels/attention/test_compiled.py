@@ -22,6 +22,7 @@ CASES = {
     "shared choice": (V41_FLASH, Chosen),
     "demo": (DEMO, Chosen),
 }
+QUICK = ("ratio 4", "shared window")  # compiled every time; the others with the slow tests
 
 
 def shape(dtype, *sizes):
@@ -52,7 +53,9 @@ def operands(spec, kind):
 
 
 @pytest.mark.parametrize("capability", compile_for_gpu.CAPABILITIES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK)]
+)
 def test_no_spills_at_real_shapes(name, capability):
     spec, kind = CASES[name]
     (kernel,) = compile_for_gpu.kernels(

@@ -46,15 +46,24 @@ def test_lookup_and_merge_equal_the_models():
     memory = memory_of(config, index, module.embed.weight[...], backbone.token_map[...])
     random = np.random.default_rng(0)
     ring = jnp.asarray(random.integers(0, config.vocab_size, 24), jnp.int32)
-    for start in (0, 2, 45):
+
+    @jax.jit
+    def by_the_model(streams, start):
+        """The product's rounded input, the product, and the streams behind it."""
         positions = start + jnp.arange(ROWS, dtype=jnp.int32)
         history = compressed_history(config.engram, backbone.token_map[...], ring, positions)
         rows = module.embed(model_engram.table_rows(config.engram, index, history)).reshape(ROWS, -1)
-        found = jax.jit(reference.lookup, static_argnums=(0, 4))(spec, memory, ring, jnp.int32(start), ROWS)
-        np.testing.assert_array_equal(np.asarray(found, np.float32), module.wkv.rounded_input(rows))
+        return module.wkv.rounded_input(rows), module.wkv(rows), module(streams, history)
+
+    lookup = jax.jit(reference.lookup, static_argnums=(0, 4))
+    merge = jax.jit(reference.merge, static_argnums=0)
     streams = jnp.asarray(random.normal(size=(ROWS, spec.streams, spec.width)).astype(np.float32))
-    found = reference.merge(spec, streams, module.wkv(rows)[None], module.q_weight[...], module.k_weight[...])
-    np.testing.assert_allclose(found, module(streams, history), rtol=TOLERANCE, atol=TOLERANCE)
+    for start in (0, 2, 45):
+        rounded, product, expected = by_the_model(streams, jnp.int32(start))
+        found = lookup(spec, memory, ring, jnp.int32(start), ROWS)
+        np.testing.assert_array_equal(np.asarray(found, np.float32), rounded)
+        found = merge(spec, streams, product[None], module.q_weight[...], module.k_weight[...])
+        np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_packed_rows_are_decoded():

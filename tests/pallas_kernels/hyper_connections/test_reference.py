@@ -33,59 +33,64 @@ def projection_of(module) -> Projection:
 
 
 def noise(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(np.float32))
 
 
 def assert_close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("family", toy_models.FAMILIES)
-def test_two_sublayers_and_the_end_equal_the_model(family):
-    toy = toy_models.toy(family)
-    model, spec = toy.model, spec_of(toy.config)
-    layer = model.backbone.layers[1]
-    start = noise(0, ROWS, spec.streams, spec.width)
-    partials = [noise(seed, 3, ROWS, spec.width) for seed in (1, 2)]
+def by_the_model(backbone, layer, start, partials):
+    """What the model makes of two sublayers that answer `partials`: their inputs, and all that follows."""
     seen = []
 
     def body(parts):
         return lambda x: (seen.append(x), jnp.sum(parts, axis=0))[1]
 
-    streams, pre = start, first_stream(ROWS, spec.streams)
+    streams, pre = start, first_stream(ROWS, start.shape[1])
     streams, pre = layer.sublayer(layer.hc_attn, layer.attn_norm, body(partials[0]), streams, pre)
     streams, pre = layer.sublayer(layer.hc_ffn, layer.ffn_norm, body(partials[1]), streams, pre)
-    head = model.backbone.hc_head
+    head = backbone.hc_head
     hidden = collapse(pre, streams) if head is None else head(streams)
+    return *seen, streams, hidden, backbone.norm(hidden), stream_mean(streams)
 
-    made = reference.boundary(
+
+def by_the_reference(spec, backbone, layer, start, partials):
+    """The same from three boundaries."""
+    head = backbone.hc_head
+    first = reference.boundary(
         spec, start, layer.attn_norm.weight[...], projection_of(layer.hc_attn),
         reference.first_coefficients(ROWS, spec),
     )  # fmt: skip
-    assert_close(made.x, seen[0])
-    made = reference.boundary(
-        spec, made.streams, layer.ffn_norm.weight[...], projection_of(layer.hc_ffn), made.coefficients,
+    second = reference.boundary(
+        spec, first.streams, layer.ffn_norm.weight[...], projection_of(layer.hc_ffn), first.coefficients,
         Output(partials[0]),
     )  # fmt: skip
-    assert_close(made.x, seen[1])
-    made = reference.boundary(
-        spec, made.streams, model.backbone.norm.weight[...], None if head is None else projection_of(head),
-        made.coefficients, Output(partials[1]), last=True, tap=True,
+    end = reference.boundary(
+        spec, second.streams, backbone.norm.weight[...], None if head is None else projection_of(head),
+        second.coefficients, Output(partials[1]), last=True, tap=True,
     )  # fmt: skip
-    assert_close(made.streams, streams)
-    assert_close(made.hidden, hidden)
-    assert_close(made.x, model.backbone.norm(hidden))
-    assert_close(made.tap, stream_mean(streams))
+    return first.x, second.x, end.streams, end.hidden, end.x, end.tap
+
+
+@pytest.mark.parametrize("family", toy_models.FAMILIES)
+def test_two_sublayers_and_the_end_equal_the_model(family):
+    toy = toy_models.toy(family)
+    spec, backbone = spec_of(toy.config), toy.model.backbone
+    arguments = noise(0, ROWS, spec.streams, spec.width), noise(1, 2, 3, ROWS, spec.width)
+    expected = jax.jit(lambda *given: by_the_model(backbone, backbone.layers[1], *given))(*arguments)
+    found = jax.jit(lambda *given: by_the_reference(spec, backbone, backbone.layers[1], *given))(*arguments)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("family", toy_models.FAMILIES)
 def test_rounded_rows_are_what_the_models_products_read(family):
     toy = toy_models.toy(family, quantise=True)
     x = noise(3, ROWS, toy.config.hidden_size) * 3
-    found = reference.round_input(x, spec_of(toy.config, quantise=True))
-    np.testing.assert_array_equal(
-        np.asarray(found, np.float32), toy.model.backbone.layers[0].attn.wq_a.rounded_input(x)
-    )
+    spec, product = spec_of(toy.config, quantise=True), toy.model.backbone.layers[0].attn.wq_a
+    found = jax.jit(lambda x: reference.round_input(x, spec))(x)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), jax.jit(product.rounded_input)(x))
 
 
 def test_embedded_tokens_equal_the_models():
@@ -101,13 +106,20 @@ def test_experts_are_added_as_the_model_adds_them(family):
     toy = toy_models.toy(family)
     ffn = toy.model.backbone.layers[-1].ffn
     x, tokens = noise(4, ROWS, toy.config.hidden_size), jnp.zeros((ROWS,), jnp.int32)
-    live = jnp.arange(ROWS) < 5
-    expected, _ = ffn(x, tokens, live)
-    ids, weights = ffn.gate(x, tokens)
-    parts = [ffn.experts.run_chosen(x, ids[:, k : k + 1], weights[:, k : k + 1]) for k in range(ids.shape[1])]
-    parts.append(ffn.shared_experts(x))
-    stacked = jnp.stack(parts, axis=1).at[5:, :-1].set(jnp.nan)  # nobody may read the dead rows' experts
-    assert_close(reference.output_rows(Output(experts=stacked, count=jnp.int32(5)), jnp.float32), expected)
+
+    @jax.jit
+    def both(x, tokens):
+        """The model's output with five live rows, and each expert's part of it."""
+        ids, weights = ffn.gate(x, tokens)
+        parts = [
+            ffn.experts.run_chosen(x, ids[:, k : k + 1], weights[:, k : k + 1]) for k in range(ids.shape[1])
+        ]
+        parts.append(ffn.shared_experts(x))
+        return ffn(x, tokens, jnp.arange(ROWS) < 5)[0], jnp.stack(parts, axis=1)
+
+    expected, parts = both(x, tokens)
+    parts = parts.at[5:, :-1].set(jnp.nan)  # nobody may read the dead rows' experts
+    assert_close(reference.output_rows(Output(experts=parts, count=jnp.int32(5)), jnp.float32), expected)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ CASES = {
     "member": specs.V41_MEMBER,
     "demo source": specs.DEMO_SOURCE,
 }
+QUICK = ("ratio 4", "source")  # compiled every time; the others with the slow tests
 
 
 def shape(dtype, *sizes):
@@ -41,7 +42,9 @@ def operands(spec):
 
 
 @pytest.mark.parametrize("capability", compile_for_gpu.CAPABILITIES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK)]
+)
 def test_no_spills_at_real_shapes(name, capability):
     spec = CASES[name]
 

@@ -18,6 +18,7 @@ CASES = {
     "ratio 1": (specs.V41_FLASH, specs.V41_RATIO_1, 1280),
     "demo ratio 2": (specs.DEMO, specs.DEMO_RATIO_2, 128),
 }
+QUICK = ("ratio 4", "ratio 2")  # compiled every time; the others with the slow tests
 
 
 def shape(dtype, *sizes):
@@ -67,7 +68,9 @@ def operands(spec, pool, latent):
 
 
 @pytest.mark.parametrize("capability", compile_for_gpu.CAPABILITIES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK)]
+)
 def test_no_spills_at_real_shapes(name, capability):
     spec, pool, latent = CASES[name]
 

@@ -29,20 +29,24 @@ def test_tokens_and_logits_equal_the_drafters(temperature, min_p):
     config, drafter = toy.config, toy.model.drafter
     params, key = SamplingParams.make(temperature=temperature, min_p=min_p), seed_key(5)
     base = jnp.asarray(np.random.default_rng(0).normal(size=(TOKENS, config.vocab_size)).astype(np.float32))
-    block = Block(jnp.zeros((TOKENS, config.hidden_size)), base, [], [])
 
     def draw(j, logits):
         return propose(logits, params, key, FIRST + j).token, None
 
-    expected, _ = drafter.chain(block, ANCHOR, draw)
+    def by_the_model(base):
+        block = Block(jnp.zeros((TOKENS, config.hidden_size)), base, [], [])
+        drafts = drafter.chain(block, ANCHOR, draw)[0]
+        return drafts.ids, drafts.logits
+
+    expected_ids, expected_logits = jax.jit(by_the_model)(base)
     markov = drafter.stages[-1].markov_head
     uniforms = uniform(key, FIRST + jnp.arange(TOKENS), Purpose.DRAFT, draws=(2,))
-    found, logits = reference.chain(
+    found, logits = jax.jit(reference.chain, static_argnums=0)(
         ChainSpec(config.vocab_size, config.draft.markov_rank), base, ANCHOR, markov.embed[...],
         markov.head[...], jnp.int32(TOKENS), Draw(params.temperature, params.min_p, uniforms),
     )  # fmt: skip
-    np.testing.assert_array_equal(found, expected.ids)
-    np.testing.assert_allclose(logits, expected.logits, rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_array_equal(found, expected_ids)
+    np.testing.assert_allclose(logits, expected_logits, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def test_draws_follow_the_law():

@@ -30,7 +30,7 @@ def test_choices_and_weights_equal_the_models(family, layer):
     random = np.random.default_rng(layer)
     x = jnp.asarray(random.normal(size=(ROWS, toy.config.hidden_size)).astype(np.float32))
     tokens = jnp.asarray(random.integers(0, toy.config.vocab_size, ROWS), jnp.int32)
-    expected_ids, expected_weights = router(x, tokens)
+    expected_ids, expected_weights = jax.jit(lambda x, tokens: router(x, tokens))(x, tokens)
     spec = spec_of(toy.config, toy.config.n_routed_experts, router.chosen)
     hashed = router.tid2eid is not None
     gate = Gate(
@@ -40,7 +40,8 @@ def test_choices_and_weights_equal_the_models(family, layer):
     np.testing.assert_array_equal(ids, expected_ids)
     np.testing.assert_allclose(weights, expected_weights, rtol=1e-6)  # a few roundings of 2^-24
 
-    routes, listed_ids = reference.route(spec, x, gate, jnp.int32(3), tokens)
+    route = jax.jit(reference.route, static_argnums=0)
+    routes, listed_ids = route(spec, x, gate, jnp.int32(3), tokens)
     np.testing.assert_array_equal(listed_ids, np.where(np.arange(ROWS)[:, None] < 3, expected_ids, -1))
     distinct = sorted(set(np.asarray(expected_ids[:3]).ravel().tolist()))
     assert list(np.asarray(routes.expert_ids)[: len(distinct)]) == distinct
