@@ -17,6 +17,8 @@ import numpy as np
 
 E4M3_MAX = 448.0
 E2M1_MAX = 6.0
+_E4M3_NORMAL = 2.0**-6  # smallest normal number; below it numbers are whole multiples of 1 / _E4M3_STEPS
+_E4M3_STEPS = 2.0**9
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4_GROUP = 32
 ACTIVATION_FLOOR = 1e-4  # smallest block maximum the activation rounding scales to
@@ -59,8 +61,13 @@ def power_of_two_at_least(x: jax.Array) -> jax.Array:
 
 
 def round_e4m3(x: jax.Array) -> jax.Array:
-    """Nearest E4M3 value (ties to even) of float32 `x`, saturating at 448."""
-    return jnp.clip(x, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn).astype(jnp.float32)
+    """Nearest E4M3 value (ties to even) of float32 `x`, saturating at 448.
+
+    Not a conversion there and back: XLA removes that pair where it allows itself excess precision, as on GPUs.
+    """
+    x = jnp.clip(x, -E4M3_MAX, E4M3_MAX)
+    subnormal = jnp.round(x * _E4M3_STEPS) / _E4M3_STEPS
+    return jnp.where(jnp.abs(x) < _E4M3_NORMAL, subnormal, jax.lax.reduce_precision(x, 8, 3))
 
 
 def round_e2m1(x: jax.Array) -> jax.Array:

@@ -198,3 +198,20 @@ def test_gradients_pass_straight_through(rounding, block):
 def test_a_block_that_does_not_divide_the_axis_is_named():
     with pytest.raises(ValueError, match="last axis is 48, expected a multiple of the block 32"):
         fp8_round_trip(jnp.zeros((2, 48)), 32)
+
+
+def test_e4m3_rounding_is_the_conversion_of_the_format():
+    """Every payload, every midpoint of two neighbours and both sides of it, and numbers of every size."""
+    grid = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    grid = np.sort(grid[np.isfinite(grid)])
+    middle = (grid[1:] + grid[:-1]) / 2
+    random = np.random.default_rng(0)
+    sizes = random.normal(size=4096) * 2.0 ** random.integers(-14, 10, 4096)
+    x = np.concatenate(
+        [grid, middle, np.nextafter(middle, 1e9), np.nextafter(middle, -1e9), sizes, [-0.0, np.inf]]
+    )
+    x = x.astype(np.float32)
+    expected = np.clip(x, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+    found = np.asarray(jax.jit(formats.round_e4m3)(x))
+    np.testing.assert_array_equal(found.view(np.uint32), expected.view(np.uint32))
+    assert np.isnan(formats.round_e4m3(jnp.float32(np.nan)))

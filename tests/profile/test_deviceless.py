@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from tiny_step import LAYERS, tiny_json
 
+from pallas_kernels import formats
 from v4flash.config import ModelConfig
 from v4flash.engine.programs import Shapes
 from v4flash.errors import CapacityError, UsageError
@@ -97,3 +98,10 @@ def test_weights_beyond_the_memory_compile_as_if_there_were_room(config, monkeyp
         deviceless.step_program(config, deviceless.REAL_NUMERICS, "xla", SHAPES)[1]
     )
     assert [found.memory for found in asked] == [target.memory, needed * deviceless.MEMORY_FACTOR]
+
+
+def test_simulated_rounding_survives_the_compiler():
+    """On GPUs XLA drops conversions to a narrow type and back; the rounding must be an operation it keeps."""
+    x = jax.ShapeDtypeStruct((8, 256), jnp.float32)
+    compiled = deviceless.compile_for(targets.target("h200"), lambda x: formats.fp8_round_trip(x, 128), (x,))
+    assert "reduce-precision(" in compiled.hlo
