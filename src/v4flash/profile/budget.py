@@ -140,7 +140,7 @@ def document(request: Request, compiled: "Compiled") -> dict[str, Any]:
         "floor": [
             floor(config, request.k, request.context, m).to_json(target) for m in (UNIFORM, CORRELATED)
         ],
-        "versions": {package: metadata.version(package) for package in PACKAGES if _installed(package)},
+        "versions": installed_versions(),
     }
 
 
@@ -154,12 +154,15 @@ def _resources() -> dict[str, int | float]:
     }
 
 
-def _installed(package: str) -> bool:
-    try:
-        metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
+def installed_versions() -> dict[str, str]:
+    """Versions of the packages that make and run programs."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
 
 
 def main() -> int:

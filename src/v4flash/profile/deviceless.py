@@ -25,10 +25,11 @@ from jax.sharding import SingleDeviceSharding
 from pallas_kernels import launch
 from v4flash.checkpoint.inventory import abstract_model
 from v4flash.config import ModelConfig
+from v4flash.engine.compiler_options import GPU_OPTIONS
 from v4flash.engine.programs import Shapes, make_control, new_state, new_stream
 from v4flash.errors import CapacityError, UsageError
 from v4flash.model.fused.model import FusedModel
-from v4flash.model.fused.packing import pack_model
+from v4flash.model.fused.packing import PackedModel, pack_model
 from v4flash.model.numerics import Numerics
 from v4flash.profile.targets import Target
 from v4flash.speculative.filters import SamplingParams
@@ -44,7 +45,7 @@ _NO_PLUGIN = (
     "nvidia-cuda-runtime nvidia-nvvm"
 )
 # Candidates for tiles are compiled one by one, yet without a GPU the first one wins: skip that.
-_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_dump_hlo_as_text": True}
+_OPTIONS = GPU_OPTIONS | {"xla_gpu_autotune_level": 0, "xla_dump_hlo_as_text": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,16 +132,10 @@ def step_program(
 
     Raises UsageError for a backend that is not one of BACKENDS.
     """
-    if backend not in BACKENDS:
-        raise UsageError(f"no backend {backend}; expected one of {', '.join(BACKENDS)}")
-    graphdef, variables = abstract_model(config, numerics)
-    params = nnx.from_flat_state(variables)
-    if backend == "fused":
-        params = jax.eval_shape(lambda params: pack_model(nnx.merge(graphdef, params)), params)
+    params, build = abstract_weights(config, numerics, backend)
 
     def step(params, stream, control):
-        model = FusedModel(config, numerics, params) if backend == "fused" else nnx.merge(graphdef, params)
-        return speculative_step(model, stream, control, shapes.rows)
+        return speculative_step(build(params), stream, control, shapes.rows)
 
     decode = jax.eval_shape(lambda: new_state(config, numerics, shapes))
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
@@ -149,6 +144,23 @@ def step_program(
         lambda decode, control: new_stream(decode, (), 0, control, shapes), decode, control
     )
     return step, (params, stream, control)
+
+
+def abstract_weights(
+    config: ModelConfig, numerics: Numerics, backend: str
+) -> tuple[nnx.State | PackedModel, Callable]:
+    """A backend's weights as shapes, and the function that makes a model of such weights.
+
+    Raises UsageError for a backend that is not one of BACKENDS.
+    """
+    if backend not in BACKENDS:
+        raise UsageError(f"no backend {backend}; expected one of {', '.join(BACKENDS)}")
+    graphdef, variables = abstract_model(config, numerics)
+    params = nnx.from_flat_state(variables)
+    if backend == "xla":
+        return params, lambda params: nnx.merge(graphdef, params)
+    packed = jax.eval_shape(lambda params: pack_model(nnx.merge(graphdef, params)), params)
+    return packed, lambda packed: FusedModel(config, numerics, packed)
 
 
 def tree_bytes(tree: Any) -> int:

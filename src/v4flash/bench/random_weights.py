@@ -1,0 +1,236 @@
+"""Weights of any configuration without a checkpoint: random numbers made on the device, in a program's own layout.
+
+Knows: which values each kind of array may hold, so that nothing overflows and no number is NaN, and how popular the
+experts must be for rows to choose as many different ones as they do in real text. Does not know: programs.
+
+Time does not depend on the values, with one exception: how many different experts a pass chooses. Popularity is a
+bias of the router's choice, as real checkpoints have one, so the choice itself stays the router's work.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import bench_case
+from pallas_kernels.experts.packing import PackedExperts
+from pallas_kernels.tiles import PackedMatrix
+from v4flash.config import ModelConfig
+from v4flash.model.fused.arena import Arena
+from v4flash.model.fused.packing import PackedLayer, PackedModel
+from v4flash.profile.floor import correlated_experts
+
+_NEVER = -1e30  # bias of an expert that is not there
+_SAMPLES, _HALVINGS = 200, 12
+_ZERO = ("base", "attn_sink", "bias")  # vectors that add; all others multiply
+_FP8_SCALES = (115, 120)
+_FP4_SCALES = (116, 124)
+
+
+@dataclasses.dataclass(frozen=True)
+class Experts:
+    """Which experts are there, and how they are chosen.
+
+    Attributes:
+      resident: experts with weights; the router chooses among these only.
+      bias: float32 [E], added to the scores that choose.
+    """
+
+    resident: int
+    bias: np.ndarray
+
+
+def popular_experts(config: ModelConfig, resident: int, rows: int, seed: int = 0) -> Experts:
+    """Popularity with which `rows` rows choose as many different experts as the correlated model says.
+
+    Scores are those of a random gate, sqrt(softplus(normal)). Fewer resident experts leave that number as it is.
+    """
+    random = np.random.default_rng(seed)
+    experts, chosen = config.n_routed_experts, config.num_experts_per_tok
+    popularity = random.normal(size=resident)
+    scores = np.sqrt(np.logaddexp(0, random.normal(size=(_SAMPLES, rows, resident))))
+    wanted = correlated_experts(experts, chosen, rows)
+
+    def distinct(spread: float) -> float:
+        picked = np.argpartition(-(scores + spread * popularity), chosen - 1, axis=-1)[..., :chosen]
+        seen = np.zeros((_SAMPLES, resident), bool)
+        np.put_along_axis(seen, picked.reshape(_SAMPLES, -1), True, axis=1)
+        return seen.sum() / _SAMPLES
+
+    low, high = 0.0, 8.0
+    for _ in range(_HALVINGS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if distinct(middle) > wanted else (low, middle)
+    bias = np.full(experts, _NEVER, np.float32)
+    bias[:resident] = high * popularity
+    return Experts(resident, bias)
+
+
+def with_resident(params: Any, config: ModelConfig, resident: int) -> Any:
+    """The abstract weights with `resident` routed experts a layer instead of all."""
+
+    def cut(path, leaf):
+        names = _names(path)
+        routed = "experts" in names and "shared_experts" not in names
+        if routed and leaf.shape[0] in _expert_counts(config):
+            return jax.ShapeDtypeStruct((min(resident, leaf.shape[0]), *leaf.shape[1:]), leaf.dtype)
+        return leaf
+
+    return jax.tree_util.tree_map_with_path(cut, params)
+
+
+def fill(params: Any, config: ModelConfig, experts: Experts, seed: int = 0) -> Any:
+    """Arrays on the default device for abstract weights, packed (PackedModel) or as published (nnx.State)."""
+    numbers = iter(range(seed * 1_000_003, 2**31))
+    if isinstance(params, PackedModel):
+        return _packed_model(params, config, experts, numbers)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _published(_names(path), leaf, config, experts, next(numbers)), params
+    )
+
+
+def _packed_model(params: PackedModel, config: ModelConfig, experts: Experts, numbers) -> PackedModel:
+    def plain(leaf, name=""):
+        return None if leaf is None else _values((name,), leaf, config, experts, next(numbers))
+
+    def layer(pack: PackedLayer) -> PackedLayer:
+        return dataclasses.replace(
+            pack,
+            words=_words(pack.words, config.weight_block_size, next(numbers)),
+            plain=_arena(pack.plain, config, experts, next(numbers)),
+            floats=_arena(pack.floats, config, experts, next(numbers)),
+            experts=PackedExperts(*(bench_case.random_fp4(next(numbers), matrix) for matrix in pack.experts)),
+            table=plain(pack.table, "table"),
+        )
+
+    return dataclasses.replace(
+        params,
+        embed=plain(params.embed),
+        head=plain(params.head),
+        floats=_arena(params.floats, config, experts, next(numbers)),
+        token_map=plain(params.token_map, "token_map"),
+        engrams=jax.tree_util.tree_map_with_path(
+            lambda path, leaf: _published(_names(path), leaf, config, experts, next(numbers)), params.engrams
+        ),
+        layers=tuple(layer(pack) for pack in params.layers),
+        stages=tuple(layer(pack) for pack in params.stages),
+        tap_words=params.tap_words and _words(params.tap_words, config.weight_block_size, next(numbers)),
+        draft_floats=params.draft_floats and _arena(params.draft_floats, config, experts, next(numbers)),
+        markov_embed=plain(params.markov_embed),
+        markov_head=plain(params.markov_head),
+    )
+
+
+def _words(arena: Arena, block: int, number: int) -> Arena:
+    """An arena of packed FP8 matrices: NAME.words beside NAME.scales."""
+    shapes = {name: shape for name, _, shape in arena.layout}
+    arrays = {}
+    for place, name in enumerate(name.removesuffix(".words") for name in shapes if name.endswith(".words")):
+        matrix = PackedMatrix(
+            *(jax.ShapeDtypeStruct(shapes[f"{name}.{part}"], jnp.int32) for part in ("words", "scales"))
+        )
+        made = bench_case.random_fp8(number * 16 + place, matrix, block)
+        arrays |= {f"{name}.words": made.words, f"{name}.scales": made.scales}
+    return _packed({name: arrays[name] for name in shapes}, arena)
+
+
+def _arena(arena: Arena, config: ModelConfig, experts: Experts, number: int) -> Arena:
+    """An arena of floating-point arrays."""
+    arrays = {
+        name: _values(tuple(name.split(".")), jax.ShapeDtypeStruct(shape, arena.data.dtype), config, experts,
+                      number * 32 + place)
+        for place, (name, _, shape) in enumerate(arena.layout)
+    }  # fmt: skip
+    return _packed(arrays, arena)
+
+
+def _packed(arrays: dict[str, jax.Array], like: Arena) -> Arena:
+    made = Arena.pack(arrays, like.data.dtype)
+    assert made.layout == like.layout, (made.layout, like.layout)
+    return made
+
+
+def _published(names: tuple[str, ...], leaf, config: ModelConfig, experts: Experts, number: int) -> jax.Array:
+    """One array of the published layout: payloads and scale bytes, else as `_values`."""
+    if leaf.dtype == jnp.float8_e4m3fn:
+        return _payload(_key(number), leaf.shape)
+    if leaf.dtype == jnp.uint8:
+        fp4 = "experts" in names and "shared_experts" not in names
+        low, high = _FP4_SCALES if fp4 else _FP8_SCALES
+        limits = (low, high) if _is_scale(names) else (0, 256)
+        return _integers(_key(number), leaf.shape, jnp.uint8, *limits)
+    return _values(names, leaf, config, experts, number)
+
+
+def _values(names: tuple[str, ...], leaf, config: ModelConfig, experts: Experts, number: int) -> jax.Array:
+    """Floating-point and integer arrays by their names and shapes."""
+    last = names[-1]
+    if jnp.issubdtype(leaf.dtype, jnp.integer):
+        if last in ("table", "tid2eid"):
+            return _different(_key(number), leaf.shape, leaf.dtype, experts.resident)
+        return _integers(_key(number), leaf.shape, leaf.dtype, 0, config.vocab_size)
+    if last == "bias" and leaf.shape == experts.bias.shape:
+        return jnp.asarray(experts.bias, leaf.dtype)
+    if len(leaf.shape) >= 2:
+        return _normal(_key(number), leaf.shape, leaf.dtype)
+    return (
+        jnp.zeros(leaf.shape, leaf.dtype)
+        if last in ("base", "attn_sink", "bias")
+        else jnp.ones(leaf.shape, leaf.dtype)
+    )
+
+
+def _is_scale(names: tuple[str, ...]) -> bool:
+    return names[-1].endswith("scale")
+
+
+def _names(path) -> tuple[str, ...]:
+    """The words of a tree path, without the `value` that a module's variables end in."""
+    words = (str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+    return tuple(word for word in words if word not in ("value", "raw_value"))
+
+
+def _expert_counts(config: ModelConfig) -> set[int]:
+    return {config.n_routed_experts} | ({config.draft.n_routed_experts} if config.draft else set())
+
+
+def _key(number: int) -> jax.Array:
+    """A key of the generator that compiles and runs fastest."""
+    return jax.random.key(number, impl="rbg")
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype) -> jax.Array:
+    return (jax.random.normal(key, shape, jnp.bfloat16) * shape[-1] ** -0.5).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _integers(key: jax.Array, shape: tuple[int, ...], dtype, low: int, high: int) -> jax.Array:
+    if jnp.dtype(dtype) == jnp.uint8 and (low, high) == (0, 256):
+        return jax.random.bits(key, shape, jnp.uint8)
+    return jax.random.randint(key, shape, low, high, jnp.int32).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _different(key: jax.Array, shape: tuple[int, ...], dtype, below: int) -> jax.Array:
+    """Rows [V, K] of K different numbers below `below`: a random start and a random stride."""
+    first, second = jax.random.split(key)
+    start = jax.random.randint(first, (shape[0], 1), 0, below)
+    stride = jax.random.randint(second, (shape[0], 1), 1, max(2, below // shape[1]))
+    return ((start + stride * jnp.arange(shape[1])) % below).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _payload(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Finite E4M3 payloads: no byte of seven ones."""
+    finite = jax.random.bits(key, shape, jnp.uint8) & jnp.uint8(0xFE)
+    return jax.lax.bitcast_convert_type(finite, jnp.float8_e4m3fn)
+
+
+def tree_gigabytes(tree: Any) -> float:
+    """10^9 bytes of all arrays of a pytree."""
+    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree)) / 1e9

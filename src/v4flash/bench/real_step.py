@@ -1,0 +1,325 @@
+"""One speculative step at a configuration's real shapes, on random weights, timed on the device that is there.
+
+Knows: how the step is compiled, repeated and profiled, and how its time stands beside the bytes it must read. Does
+not know: how a record is shown (cli/bench). Nothing is learnt of acceptance: random weights accept next to nothing,
+so a step commits about one token whatever is drafted, and its time is the figure.
+
+A loop dispatches ahead: the host queues steps and waits once behind the last one. Its time over its steps is what a
+stream pays; the profile, which launches kernels one by one, says where it goes.
+"""
+
+import dataclasses
+import gc
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from v4flash.bench import random_weights
+from v4flash.config import ModelConfig
+from v4flash.engine import compiler_options
+from v4flash.engine.programs import Shapes, make_control, new_state, new_stream
+from v4flash.errors import UsageError
+from v4flash.profile import profile_table
+from v4flash.profile.deviceless import BACKENDS, REAL_NUMERICS, abstract_weights
+from v4flash.profile.floor import CORRELATED, MEASURED, Routing, floor, modelled_routing
+from v4flash.speculative.filters import SamplingParams
+from v4flash.speculative.step import draft_limit, speculative_step
+from v4flash.speculative.stream import Control, Stream
+
+SCHEMA = "v4flash.real_step/1"
+WARM_STEPS, PROFILED_STEPS = 3, 3
+_COPIED = 1 << 30  # bytes of the array whose copy gives the bandwidth
+_SLACK = 1024  # positions behind the longest context, for the steps of the loops
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to time.
+
+    Attributes:
+      config: configuration of the model.
+      backends: of BACKENDS, one after the other.
+      draft_lengths, contexts: each with each; committed positions before the first step.
+      resident: routed experts a layer that are there; routes go to these only.
+      rows: of the verifying pass.
+      steps, repeats: a loop dispatches `steps` steps, `repeats` times.
+      profile: whether to take a profile of every cell.
+    """
+
+    config: ModelConfig
+    backends: Sequence[str] = ("fused",)
+    draft_lengths: Sequence[int] = (0, 3, 5, 7)
+    contexts: Sequence[int] = (2048, 65536)
+    resident: int | None = None
+    rows: int = 8
+    steps: int = 20
+    repeats: int = 5
+    profile: bool = True
+
+    def __post_init__(self):
+        limit = draft_limit(self.rows) if self.config.draft else 0
+        for backend in self.backends:
+            if backend not in BACKENDS:
+                raise UsageError(f"no backend {backend}; expected one of {', '.join(BACKENDS)}")
+        if not self.draft_lengths or not self.contexts:
+            raise UsageError("nothing to time: give at least one draft length and one context")
+        if max(self.draft_lengths) > limit:
+            raise UsageError(f"k is {max(self.draft_lengths)}, this program takes 0 to {limit}")
+        if max(self.contexts) + _SLACK > self.config.max_position_embeddings:
+            raise UsageError(
+                f"context is {max(self.contexts)}, the model ends at {self.config.max_position_embeddings}"
+            )
+        most = self.config.n_routed_experts
+        if self.resident is not None and not self.config.num_experts_per_tok <= self.resident <= most:
+            raise UsageError(
+                f"{self.resident} experts resident, expected {self.config.num_experts_per_tok} to {most}"
+            )
+
+
+def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Times every cell; `say` hears one line of progress at a time. Returns the record, JSON-ready."""
+    config, device = request.config, jax.devices()[0]
+    resident = request.resident or config.n_routed_experts
+    experts = random_weights.popular_experts(config, resident, max(request.draft_lengths) + 1)
+    cells, bandwidths = [], []
+    for backend in request.backends:
+        found, bandwidth = _backend_cells(request, backend, experts, say)
+        cells += found
+        bandwidths.append(bandwidth)
+        gc.collect()
+    return {
+        "schema": SCHEMA,
+        "device": {"platform": device.platform, "kind": device.device_kind},
+        "family": config.family,
+        "layers": config.num_hidden_layers,
+        "rows": request.rows,
+        "experts": config.n_routed_experts,
+        "experts_resident": resident,
+        "dtype": REAL_NUMERICS.dtype.__name__,
+        "mode": "qat",
+        "steps": request.steps,
+        "repeats": request.repeats,
+        "copy_bandwidth": round(statistics.median(bandwidths)),
+        "weights": "random, made on the device",
+        "cells": cells,
+    }
+
+
+def copy_bandwidth() -> float:
+    """Bytes/s read and written by the copy of a large array on the device, the median of a few."""
+    source = jnp.zeros((_COPIED // 4 if jax.default_backend() != "cpu" else 1 << 24,), jnp.int32)
+    copy = jax.jit(lambda x: x + 1)
+    copy(source).block_until_ready()
+    taken = []
+    for _ in range(7):
+        started = time.perf_counter()
+        made = source
+        for _ in range(4):
+            made = copy(made)
+        made.block_until_ready()
+        taken.append((time.perf_counter() - started) / 4)
+    return 2 * source.nbytes / statistics.median(taken)
+
+
+def _backend_cells(
+    request: Request, backend: str, experts: random_weights.Experts, say
+) -> tuple[list[dict[str, Any]], float]:
+    """The cells of one backend, and the copy bandwidth measured in front of them."""
+    config = request.config
+    shapes = Shapes(request.rows, request.rows, max(request.contexts) + _SLACK)
+    started = time.perf_counter()
+    program = StepProgram(config, backend, shapes, experts)
+    say(f"{backend}: compiled in {time.perf_counter() - started:.0f} s")
+    bandwidth = copy_bandwidth()
+    say(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
+    started = time.perf_counter()
+    params = jax.block_until_ready(random_weights.fill(program.params, config, experts))
+    size = random_weights.tree_gigabytes(params)
+    say(f"{backend}: {size:.1f} GB of weights in {time.perf_counter() - started:.0f} s")
+    stream, cells = program.stream(), []
+    for context in request.contexts:
+        for k in request.draft_lengths:
+            cell, stream = _cell(request, program, params, stream, context, k)
+            cell = {"backend": backend, "weights_gigabytes": round(size, 1)} | cell
+            cells.append(cell | _beside_floor(config, cell, bandwidth))
+            say(describe(cells[-1]))
+    return cells, bandwidth
+
+
+class StepProgram:
+    """The compiled step of one backend: run(params, stream, control) -> (stream, result, routes [L, R, K])."""
+
+    def __init__(self, config: ModelConfig, backend: str, shapes: Shapes, experts: random_weights.Experts):
+        self.config, self.shapes = config, shapes
+        params, build = abstract_weights(config, REAL_NUMERICS, backend)
+        self.params = random_weights.with_resident(params, config, experts.resident)
+        control = jax.eval_shape(lambda: control_of(config, 0, shapes.rows))
+        stream = jax.eval_shape(lambda: empty_stream(config, shapes))
+
+        def step(params, stream, control):
+            model, routes = build(params), []
+            trunk = model.backbone.trunk
+
+            def recorded(*arguments):
+                made = trunk(*arguments)
+                routes.extend(made[0].routes)
+                return made
+
+            model.backbone.trunk = recorded
+            stream, result = speculative_step(model, stream, control, shapes.rows)
+            return stream, result, jnp.stack(routes)
+
+        lowered = jax.jit(step, donate_argnums=1).lower(self.params, stream, control)
+        self.run = lowered.compile(compiler_options=compiler_options.here())
+
+    def stream(self) -> Stream:
+        """A stream whose caches hold random rows."""
+        return _noisy(empty_stream(self.config, self.shapes))
+
+
+def control_of(config: ModelConfig, k: int, rows: int) -> Control:
+    """Greedy decoding with k drafts, none of which is dropped beforehand."""
+    block = max(k, min(config.draft.block_size, draft_limit(rows))) if config.draft else 0
+    return make_control(k, block, SamplingParams.make(), jnp.zeros((2,), jnp.uint32), ())
+
+
+def empty_stream(config: ModelConfig, shapes: Shapes) -> Stream:
+    """A stream of no tokens."""
+    return new_stream(
+        new_state(config, REAL_NUMERICS, shapes), (), 0, control_of(config, 0, shapes.rows), shapes
+    )
+
+
+def _noisy(stream: Stream) -> Stream:
+    """The stream with random numbers in its caches, so that no choice by score meets equal scores."""
+    numbers = iter(range(1, 1 << 20))
+
+    def filled(leaf):
+        if leaf.ndim < 2:
+            return leaf
+        return jax.random.normal(jax.random.key(next(numbers)), leaf.shape, jnp.float32).astype(leaf.dtype)
+
+    return dataclasses.replace(stream, decode=jax.tree.map(filled, stream.decode))
+
+
+def _at(stream: Stream, context: int, config: ModelConfig) -> Stream:
+    """The stream with `context` committed positions and much left to emit."""
+    tokens = np.random.default_rng(context).integers(0, config.vocab_size, stream.history.shape[0])
+    return dataclasses.replace(
+        stream,
+        decode=stream.decode.replace(length=jnp.int32(context)),
+        anchor=jnp.int32(tokens[context]),
+        remaining=jnp.int32(1 << 20),
+        finish=jnp.int32(0),
+        repeats=jnp.int32(1),
+        history=jnp.asarray(tokens, jnp.int32),
+    )
+
+
+def _cell(request: Request, program: StepProgram, params, stream: Stream, context: int, k: int):
+    """Times one draft length behind one context: the figures, and the stream to go on with."""
+    control = control_of(request.config, k, request.rows)
+    stream = _at(stream, context, request.config)
+
+    def loop(stream: Stream, steps: int):
+        for _ in range(steps):
+            stream, result, routes = program.run(params, stream, control)
+        return stream, result, routes
+
+    stream, result, routes = loop(stream, WARM_STEPS)
+    distinct = _distinct(routes)
+    taken, queued, emitted = [], [], 0
+    for _ in range(request.repeats):
+        started = time.perf_counter()
+        stream, result, routes = loop(stream, request.steps)
+        queued.append((time.perf_counter() - started) / request.steps)
+        jax.block_until_ready(result)
+        taken.append((time.perf_counter() - started) / request.steps)
+        emitted += int(result.emitted)
+    cell = {
+        "context": context,
+        "k": k,
+        "milliseconds": round(1e3 * statistics.median(taken), 3),
+        "spread": [round(1e3 * min(taken), 3), round(1e3 * max(taken), 3)],
+        "queued_milliseconds": round(1e3 * statistics.median(queued), 3),
+        "experts_per_layer": {
+            "mean": round(float(np.mean(distinct)), 1),
+            "least": int(min(distinct)),
+            "most": int(max(distinct)),
+        },
+        "usable": bool(result.usable),
+        "verified": int(result.drafted),
+    }
+    if request.profile:
+        table, stream = _profiled(lambda stream: loop(stream, PROFILED_STEPS), stream)
+        cell["profile"] = table
+        if table:
+            busy = table["kernel_microseconds"] / 1e3
+            cell["idle"] = round(max(0.0, 1 - busy / cell["milliseconds"]), 4)
+    return cell, stream
+
+
+def _distinct(routes: jax.Array) -> list[int]:
+    """Different experts of each layer among routes [L, R, K]; dead rows hold -1."""
+    return [len(set(layer[layer >= 0].tolist())) for layer in np.asarray(routes)]
+
+
+def _profiled(loop: Callable, stream: Stream) -> tuple[dict[str, Any] | None, Stream]:
+    """Kernels of a few steps by name and duration, or None where the device shows none."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            stream, result, _ = loop(stream)
+            jax.block_until_ready(result)
+        events = profile_table.read_events(Path(folder)) if list(Path(folder).rglob("*.xplane.pb")) else []
+    if not events:
+        return None, stream
+    table = profile_table.table(events, PROFILED_STEPS)
+    return {
+        "kernels_per_step": round(table.kernels_per_step, 1),
+        "transfers_per_step": round(table.transfers_per_step, 1),
+        "kernel_microseconds": round(sum(total.microseconds for total in table.names), 1),
+        "buckets": {name: [round(n, 1), round(us, 1)] for name, (n, us) in table.buckets.items()},
+        "kernels": [
+            {
+                "name": total.name[:80],
+                "per_step": round(total.per_step, 1),
+                "microseconds": round(total.microseconds, 1),
+                "mean": round(total.mean, 2),
+            }
+            for total in table.names[:60]
+        ],
+    }, stream
+
+
+def _beside_floor(config: ModelConfig, cell: dict[str, Any], bandwidth: float) -> dict[str, Any]:
+    """The bytes the step had to read with the experts it chose, and its time over theirs."""
+    drafter = modelled_routing(config, cell["k"], CORRELATED).draft
+    routing = Routing(cell["experts_per_layer"]["mean"], drafter, MEASURED, "counted; the drafter's modelled")
+    least = floor(config, cell["k"], cell["context"], routing)
+    ideal = least.milliseconds(bandwidth)
+    return {
+        "floor_bytes": round(least.bytes),
+        "floor_milliseconds": round(ideal, 3),
+        "over_floor": round(cell["milliseconds"] / ideal, 3),
+    }
+
+
+def describe(cell: dict[str, Any]) -> str:
+    """One cell in one line."""
+    profile = cell.get("profile")
+    launches = (
+        f", {profile['kernels_per_step']:,.0f} kernels, idle {100 * cell['idle']:.1f} %" if profile else ""
+    )
+    return (
+        f"{cell['backend']} k={cell['k']} at {cell['context']:,}: {cell['milliseconds']:.2f} ms, "
+        f"floor {cell['floor_milliseconds']:.2f} ms (x{cell['over_floor']:.2f}), "
+        f"{cell['experts_per_layer']['mean']:.1f} experts a layer{launches}"
+        f"{'' if cell['usable'] else '; LOGITS NOT FINITE'}"
+    )

@@ -1,0 +1,15 @@
+"""How XLA is asked to compile the pinned programs.
+
+Knows: options of the GPU compiler that keep a step one captured graph. Does not know: programs.
+"""
+
+import jax
+
+# Loops belong to the captured graph as branches do, and so does what stands alone between them: whatever is left
+# out is launched by the host, which waits for the device to learn where a loop ends.
+GPU_OPTIONS = {"xla_gpu_enable_command_buffer": "+WHILE", "xla_gpu_graph_min_graph_size": 1}
+
+
+def here() -> dict[str, str | int]:
+    """The options for the default device."""
+    return GPU_OPTIONS if jax.default_backend() == "gpu" else {}

@@ -1,0 +1,113 @@
+"""The step on random weights: finite, complete, and beside its floor; a tiny model on the CPU."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_step import tiny_json
+
+from v4flash.bench import random_weights, real_step
+from v4flash.cli import main
+from v4flash.config import ModelConfig
+from v4flash.engine.programs import Shapes
+from v4flash.errors import UsageError
+from v4flash.model.fused.bodies import ReferenceBodies
+from v4flash.model.fused.model import FusedModel
+from v4flash.profile import deviceless
+from v4flash.profile.deviceless import REAL_NUMERICS
+from v4flash.profile.floor import correlated_experts
+from v4flash.speculative.step import speculative_step
+
+SHAPES = Shapes(rows=8, chunk=8, context=512)
+
+
+@pytest.fixture(scope="module")
+def config():
+    return ModelConfig.from_dict(tiny_json(drafter=True))
+
+
+@pytest.mark.parametrize("backend", ["xla", "fused"])
+def test_every_array_is_filled_as_its_shape_says(config, backend):
+    abstract = random_weights.with_resident(
+        deviceless.abstract_weights(config, REAL_NUMERICS, backend)[0], config, config.n_routed_experts - 2
+    )
+    experts = random_weights.popular_experts(config, config.n_routed_experts - 2, 6)
+    made = random_weights.fill(abstract, config, experts)
+    assert jax.tree.structure(made) == jax.tree.structure(abstract)
+    for path, (given, wanted) in zip(
+        jax.tree_util.tree_leaves_with_path(made),
+        zip(jax.tree.leaves(made), jax.tree.leaves(abstract), strict=True),
+        strict=True,
+    ):
+        assert (given.shape, given.dtype) == (wanted.shape, wanted.dtype), path[0]
+        if jnp.issubdtype(given.dtype, jnp.floating):
+            assert np.isfinite(np.asarray(given, np.float32)).all(), path[0]
+
+
+def test_popularity_makes_rows_choose_as_many_experts_as_modelled():
+    config = ModelConfig.from_dict(tiny_json(drafter=True))
+    config = dataclasses.replace(config, n_routed_experts=64)
+    experts = random_weights.popular_experts(config, 50, 6)
+    random = np.random.default_rng(9)
+    scores = np.sqrt(np.logaddexp(0, random.normal(size=(400, 6, 64)))) + experts.bias
+    picked = np.argsort(-scores, axis=-1)[..., : config.num_experts_per_tok]
+    assert picked.max() < 50
+    counted = np.mean([len(np.unique(sample)) for sample in picked])
+    assert counted == pytest.approx(correlated_experts(64, config.num_experts_per_tok, 6), rel=0.1)
+
+
+def test_packed_weights_run_finite(config):
+    abstract, _ = deviceless.abstract_weights(config, REAL_NUMERICS, "fused")
+    experts = random_weights.popular_experts(config, config.n_routed_experts, 6)
+    params = random_weights.fill(abstract, config, experts)
+    stream = real_step._at(real_step._noisy(real_step.empty_stream(config, SHAPES)), 200, config)
+
+    @jax.jit
+    def step(params, stream, control):
+        return speculative_step(
+            FusedModel(config, REAL_NUMERICS, params, ReferenceBodies), stream, control, 8
+        )
+
+    _, result = step(params, stream, real_step.control_of(config, 3, 8))
+    assert bool(result.usable) and int(result.drafted) == 3
+
+
+def test_the_command_times_cells_and_writes_a_record(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_json(drafter=True)))
+    out = tmp_path / "record.json"
+    code = main(
+        [
+            "bench", "--random-weights", "--config", str(tmp_path / "config.json"), "--backend", "xla", "--k", "0,3",
+            "--context", "200", "--steps", "2", "--repeats", "3", "--device", "cpu", "--quiet", "--out", str(out),
+        ]
+    )  # fmt: skip
+    assert code == 0
+    record = json.loads(out.read_text())
+    assert [cell["k"] for cell in record["cells"]] == [0, 3]
+    for cell in record["cells"]:
+        assert cell["usable"] and cell["verified"] == cell["k"]
+        assert cell["spread"][0] <= cell["milliseconds"] <= cell["spread"][1]
+        assert math.isclose(
+            cell["over_floor"], cell["milliseconds"] / cell["floor_milliseconds"], rel_tol=0.1
+        )
+        assert 1 <= cell["experts_per_layer"]["least"] <= cell["experts_per_layer"]["most"]
+    assert "ms/step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"draft_lengths": (8,)},
+        {"backends": ("fast",)},
+        {"contexts": (1 << 30,)},
+        {"resident": 1},
+        {"contexts": ()},
+    ],
+)
+def test_wrong_requests_are_refused(config, wrong):
+    with pytest.raises(UsageError):
+        real_step.Request(config=config, **wrong)
