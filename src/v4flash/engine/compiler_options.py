@@ -7,7 +7,17 @@ import jax
 
 # Loops belong to the captured graph as branches do, and so does what stands alone between them: whatever is left
 # out is launched by the host, which waits for the device to learn where a loop ends.
-GPU_OPTIONS = {"xla_gpu_enable_command_buffer": "+WHILE", "xla_gpu_graph_min_graph_size": 1}
+_CAPTURED = (
+    "FUSION",
+    "CUBLAS",
+    "CUBLASLT",
+    "CUSTOM_CALL",
+    "CUDNN",
+    "DYNAMIC_SLICE_FUSION",
+    "CONDITIONAL",
+    "WHILE",
+)
+GPU_OPTIONS = {"xla_gpu_enable_command_buffer": ",".join(_CAPTURED), "xla_gpu_graph_min_graph_size": 1}
 
 
 def here() -> dict[str, str | int]:
