@@ -44,15 +44,40 @@ def counters(lines: int) -> jax.Array:
     return jnp.zeros((lines * LINE_WORDS,), jnp.int32)
 
 
-@triton.jit
-def _acquired(word):
-    """The counter's value now; what was released before it was written is visible to this thread from here on."""
-    if INTERPRETED:
-        return tl.atomic_add(word, 0, sem="acquire", scope="gpu")
-    else:
-        return tl.inline_asm_elementwise(
-            "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [word], dtype=tl.int32, is_pure=False, pack=1
-        )
+# One thread polls; the others stand at the block barrier behind it. Polls of all threads of all waiting programs
+# would queue up in front of the arrivals they wait for. $0: the value seen, $1: the word, $2: the most polls.
+_POLLS = """{
+.reg .pred again;
+.reg .b32 thread, polls, compared;
+mov.b32 $0, 0;
+mov.b32 polls, 0;
+mov.u32 thread, %tid.x;
+setp.ne.u32 again, thread, 0;
+@again bra done;
+poll:
+ld.acquire.gpu.global.b32 $0, [$1];
+add.s32 polls, polls, 1;
+COMPARE
+setp.lt.and.s32 again, polls, $2, again;
+@again bra poll;
+done:
+}"""
+_UNTIL_REACHED = tl.constexpr(_POLLS.replace("COMPARE", "setp.lt.s32 again, $0, $3;"))
+_UNTIL_FLIPPED = tl.constexpr(
+    _POLLS.replace("COMPARE", "xor.b32 compared, $0, $3;\nsetp.ge.s32 again, compared, 0;")
+)
+# $0: who left before, $1: the line's second word, $2: the number of the last to leave. Only one thread counts.
+_COUNT_OUT = tl.constexpr("""{
+.reg .pred one, last;
+.reg .b32 thread;
+mov.b32 $0, 0;
+mov.u32 thread, %tid.x;
+setp.eq.u32 one, thread, 0;
+@one atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
+setp.eq.and.u32 last, $0, $2, one;
+@last st.relaxed.gpu.global.b32 [$1], 0;
+@last st.relaxed.gpu.global.b32 [$1+-4], 0;
+}""")
 
 
 @triton.jit
@@ -65,10 +90,11 @@ def arrive(counters, line: tl.constexpr):
 @triton.jit
 def wait(counters, line: tl.constexpr, arrivals: tl.constexpr):
     """Holds this program until `arrivals` programs have arrived at the line."""
-    word = counters + line * LINE
-    polls = 0
-    while (_acquired(word) < arrivals) & (polls < MOST_POLLS):
-        polls += 1
+    if not INTERPRETED:  # there, whoever is awaited has long finished
+        tl.inline_asm_elementwise(
+            _UNTIL_REACHED, "=r,l,r,r", [counters + line * LINE, MOST_POLLS, arrivals], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
     tl.debug_barrier()
 
 
@@ -77,12 +103,17 @@ def leave(counters, line: tl.constexpr, waiters: tl.constexpr):
     """Ends the use of a latch: each of the `waiters` programs calls it once, after its `wait`, at its very end.
 
     The last to leave sets the line back to zero. It comes last because its atomic takes a trip through memory
-    that nothing needs to wait for.
+    that nothing needs to wait for; nothing is handed over with it.
     """
-    left = tl.atomic_add(counters + line * LINE + 1, 1, sem="acq_rel", scope="gpu")
-    if left == waiters - 1:
-        tl.store(counters + line * LINE, 0)
-        tl.store(counters + line * LINE + 1, 0)
+    word = counters + line * LINE + 1
+    if INTERPRETED:
+        if tl.atomic_add(word, 1) == waiters - 1:
+            tl.store(word - 1, 0)
+            tl.store(word, 0)
+    else:
+        tl.inline_asm_elementwise(
+            _COUNT_OUT, "=r,l,r", [word, waiters - 1], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -108,7 +139,8 @@ def barrier(counters, line: tl.constexpr, program, programs: tl.constexpr):
         word = counters + line * LINE
         step = tl.where(program == 0, 2147483648 - (programs - 1), 1)
         before = tl.atomic_add(word, step, sem="acq_rel", scope="gpu")
-        polls = 0
-        while ((_acquired(word) ^ before) >= 0) & (polls < MOST_POLLS):
-            polls += 1
+        if not INTERPRETED:
+            tl.inline_asm_elementwise(
+                _UNTIL_FLIPPED, "=r,l,r,r", [word, MOST_POLLS, before], dtype=tl.int32, is_pure=False, pack=1
+            )
         tl.debug_barrier()

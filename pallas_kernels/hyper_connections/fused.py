@@ -3,6 +3,8 @@
 Knows: shapes, the sizes of tiles, and which buffers are updated in place. Does not know: the arithmetic.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -12,9 +14,17 @@ from pallas_kernels.hyper_connections.reference import Boundary, Output, Project
 from pallas_kernels.hyper_connections.specs import BoundarySpec
 
 COUNTER_LINES = 1
-WARPS = 4
-COLUMNS = 32  # of one program: 128 programs at D = 4096
 _TURN_COLUMNS = 4096  # most columns that a row program holds at once
+
+
+class Tile(NamedTuple):
+    """How a launch is cut: columns of one column program, and warps of every program."""
+
+    columns: int = 32
+    warps: int = 4
+
+
+TILE = Tile()
 
 
 def _array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
@@ -25,7 +35,7 @@ def _power_of_two_in(number: int) -> int:
     return number & -number
 
 
-def layout(spec: BoundarySpec, mixes: int, columns: int = COLUMNS) -> dict[str, int]:
+def layout(spec: BoundarySpec, mixes: int, columns: int) -> dict[str, int]:
     """The kernel's tile constants: BD columns a program, W words of a partial sum, NB blocks of B columns a turn."""
     block = min(spec.block or 32, spec.width)
     turn = min(_TURN_COLUMNS, _power_of_two_in(spec.width))
@@ -37,7 +47,7 @@ def layout(spec: BoundarySpec, mixes: int, columns: int = COLUMNS) -> dict[str, 
     return dict(BD=min(columns, turn), W=width, B=block, NB=turn // block)
 
 
-def constants(spec: BoundarySpec, rows: int, projection: Projection | None, columns: int = COLUMNS) -> dict:
+def constants(spec: BoundarySpec, rows: int, projection: Projection | None, columns: int) -> dict:
     """The kernel constants that follow from the model and from the number of rows."""
     if rows not in (8, 16):
         raise ValueError(f"{rows} rows, expected 8 or 16")
@@ -94,6 +104,7 @@ def boundary(
     *,
     last: bool = False,
     tap: bool = False,
+    tile: Tile = TILE,
 ) -> tuple[Boundary, jax.Array]:
     """One boundary in one launch: the result of `reference.boundary`, and the counters for the next kernel.
 
@@ -105,7 +116,7 @@ def boundary(
     """
     given, embed = operands(source, norm, projection, coefficients, output, counters)
     rows = source[1].shape[0] if embed else source.shape[0]
-    fixed = constants(spec, rows, projection) | parts_constants(output)
+    fixed = constants(spec, rows, projection, tile.columns) | parts_constants(output)
     if not embed and source.shape != (rows, spec.streams, spec.width):
         raise ValueError(f"streams are {source.shape}, expected {(rows, spec.streams, spec.width)}")
     programs, width, dtype = spec.width // fixed["BD"], spec.width, spec.type
@@ -125,7 +136,7 @@ def boundary(
             _array(*counters.shape, dtype=jnp.int32),
         ],
         aliases={len(given) - 1: 7} if embed else {len(given) - 2: 0, len(given) - 1: 7},
-        num_warps=WARPS,
+        num_warps=tile.warps,
         EMBED=embed,
         LAST=last,
         TAP=tap,

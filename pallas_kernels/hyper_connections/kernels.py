@@ -22,9 +22,16 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.device_barrier import arrive, leave, wait
-from pallas_kernels.device_numbers import full_product, inverse_rms, round_activations, rounded, settled
+from pallas_kernels.device_numbers import (
+    INTERPRETED,
+    full_product,
+    inverse_rms,
+    round_activations,
+    rounded,
+    settled,
+)
 
-SUMMED_AT_ONCE = tl.constexpr(32)
+SUMMED_AT_ONCE = tl.constexpr(64)
 
 
 @triton.jit
@@ -32,7 +39,7 @@ def sublayer_output(
     parts, live, rows, columns, R: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Columns [R, BD] of the sublayer's output, float32 values of the model's type."""
+    """The sublayer's output at rows and columns (of one shape), float32 values of the model's type."""
     if EXPERTS:
         parts += rows * (PARTS * D) + columns
         alive = (rows < tl.load(live)) & (columns >= 0)
@@ -55,69 +62,65 @@ def column_program(
     R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, MIXES: tl.constexpr,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, EMBED: tl.constexpr, DELAYED: tl.constexpr, TAP: tl.constexpr,
 ):  # fmt: skip
-    """Everything that concerns BD columns alone, then arrives at line 0."""
+    """Everything that concerns BD columns alone, then arrives at line 0.
+
+    Threads are spread over rows, new streams and columns [R, S, BD]: what several streams need is loaded for each.
+    """
     DTYPE: tl.constexpr = streams.dtype.element_ty
     M: tl.constexpr = (2 + S) * S
-    rows = tl.arange(0, R)[:, None]
-    columns = program * BD + tl.arange(0, BD)[None, :]
+    row = tl.arange(0, R)
+    rows = row[:, None, None]
+    stream = tl.arange(0, S)[None, :, None]
+    columns = program * BD + tl.arange(0, BD)[None, None, :]
+    same = tl.zeros((R, S, BD), tl.int32)  # gives an index its full shape, so that loads are spread alike
     mix = tl.arange(0, W)[:, None]
-    own_streams = streams + rows * (S * D) + columns
-    pre = given + rows * M
-    post = pre + S
-    comb = pre + 2 * S
+    pre = given + rows * M + stream
+    own_streams = streams + rows * (S * D) + columns + same
 
     # The weights depend on nothing: their loads are under way while the activations are fetched.
-    weights = ()
     if MIXES > 0:
-        used = (mix < MIXES) & (columns >= 0)
-        own_weights = fn + mix * (S * D) + columns
-        for k in tl.static_range(S):
-            weights = weights + (tl.load(own_weights + k * D, mask=used, other=0.0),)
+        flat = tl.arange(0, S * BD)[None, :]
+        used = (mix < MIXES) & (flat >= 0)
+        at = mix * (S * D) + flat // BD * D + (program * BD + flat % BD)
+        weights = tl.load(fn + at, mask=used, other=0.0)
 
-    new = ()
     if EMBED:
         token = tl.load(tokens + rows).to(tl.int64)
-        value = rounded(tl.load(table + token * D + columns).to(tl.float32), DTYPE)
-        for _ in tl.static_range(S):
-            new = new + (value,)
-    else:
+        new = rounded(tl.load(table + token * D + columns + same).to(tl.float32), DTYPE)
+    elif PARTS > 0:
         old = ()
         for j in tl.static_range(S):
-            old = old + (tl.load(own_streams + j * D).to(tl.float32),)
-        if PARTS > 0:
-            output = sublayer_output(parts, live, rows, columns, R, D, PARTS, EXPERTS, DTYPE)
-            for k in tl.static_range(S):
-                mixed = tl.load(comb + k) * old[0]
-                for j in tl.static_range(1, S):
-                    mixed += tl.load(comb + (j * S + k)) * old[j]
-                new = new + (rounded(tl.load(post + k) * output + mixed, DTYPE),)
-        else:
-            new = old
+            old = old + (tl.load(own_streams + j * D),)
+        post = tl.load(pre + S)
+        comb = ()
+        for j in tl.static_range(S):
+            comb = comb + (tl.load(pre + (2 + j) * S),)
+        output = sublayer_output(parts, live, rows + same, columns + same, R, D, PARTS, EXPERTS, DTYPE)
+        mixed = comb[0] * old[0].to(tl.float32)
+        for j in tl.static_range(1, S):
+            mixed += comb[j] * old[j].to(tl.float32)
+        new = rounded(post * output + mixed, DTYPE)
+        # Every stream is read for all the new ones; none may be overwritten before.
+        tl.debug_barrier()
+    else:
+        new = tl.load(own_streams + stream * D).to(tl.float32)
     if EMBED or PARTS > 0:
-        for k in tl.static_range(S):
-            tl.store(own_streams + k * D, new[k].to(DTYPE))
-    if TAP:
-        mean = new[0]
-        for k in tl.static_range(1, S):
-            mean += new[k]
-        tl.store(tap + rows * D + columns, rounded(mean / S, DTYPE).to(DTYPE))
+        tl.store(own_streams + stream * D, new.to(DTYPE))
 
-    row = tl.arange(0, R)
+    few = row[:, None] * D + program * BD + tl.arange(0, BD)[None, :]
+    if TAP:
+        mean = rounded(tl.sum(new, axis=1) / S, DTYPE)
+        tl.store(tap + few, mean.to(DTYPE))
     own = sums + (program * R + row) * W
     if DELAYED:
-        value = tl.load(pre) * new[0]
-        for s in tl.static_range(1, S):
-            value += tl.load(pre + s) * new[s]
-        value = rounded(value, DTYPE)
-        tl.store(hidden + rows * D + columns, value.to(DTYPE))
+        value = rounded(tl.sum(tl.load(pre) * new, axis=1), DTYPE)
+        tl.store(hidden + few, value.to(DTYPE))
         tl.store(own + (W - 1), tl.sum(value * value, axis=1))
     if MIXES > 0:
+        narrow = tl.reshape(settled(new), (R, S * BD))
+        tl.store(own + (W - 2), tl.sum(narrow * narrow, axis=1))
         products = tl.zeros((W, R), tl.float32)
-        squares = tl.zeros_like(new[0])
-        for k in tl.static_range(S):
-            products = full_product(settled(weights[k]), tl.trans(settled(new[k])), products, DTYPE)
-            squares += new[k] * new[k]
-        tl.store(own + (W - 2), tl.sum(squares, axis=1))
+        products = full_product(settled(weights), tl.trans(narrow), products, DTYPE)
         tl.store(
             sums + (program * R + row[None, :]) * W + mix, products, mask=(mix < MIXES) & (row >= 0)[None, :]
         )
@@ -131,15 +134,14 @@ def summed(
     """The partial sums [W] of one row, added over the column programs."""
     column = tl.arange(0, W)
     written = (column < MIXES) | ((column == W - 2) & (MIXES > 0)) | ((column == W - 1) & DELAYED)
-    total = tl.zeros((W,), tl.float32)
+    total = tl.zeros((SUMMED_AT_ONCE, W), tl.float32)
     for first in tl.static_range(0, G, SUMMED_AT_ONCE):
         program = first + tl.arange(0, SUMMED_AT_ONCE)
-        part = tl.load(
+        total += tl.load(
             sums + (program[:, None] * R + row) * W + column[None, :],
             mask=(program < G)[:, None] & written[None, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
-        total += tl.sum(part, axis=0)
-    return total
+    return tl.sum(total, axis=0)
 
 
 @triton.jit
@@ -168,6 +170,15 @@ def row_program(
         bases = tl.load(base + column, mask=column < S, other=0.0)
     wait(counters, 0, G)
 
+    # All of it is on its way before the first sum, which the coefficients need, comes together.
+    read = ()
+    for turn in tl.static_range(TURNS):
+        at = turn * (NB * B) + inside
+        if DELAYED:
+            read = read + (tl.load(hidden + row * D + at, cache_modifier=".cg"),)
+        else:
+            for s in tl.static_range(S):
+                read = read + (tl.load(streams + (row * S + s) * D + at, cache_modifier=".cg"),)
     total = summed(sums, row, G, R, W, MIXES, DELAYED)
     if not DELAYED:
         mixes = total * inverse_rms(entry(total, W - 2, W), S * D, NORM_EPS)
@@ -178,18 +189,16 @@ def row_program(
     kept = ()
     squares = tl.zeros((NB, B), tl.float32)
     for turn in tl.static_range(TURNS):
-        at = turn * (NB * B) + inside
         if DELAYED:
-            value = tl.load(hidden + row * D + at, cache_modifier=".cg").to(tl.float32)
+            value = read[turn].to(tl.float32)
         else:
-            value = tl.zeros((NB, B), tl.float32)
-            for s in tl.static_range(S):
-                stream = tl.load(streams + (row * S + s) * D + at, cache_modifier=".cg").to(tl.float32)
-                value += pre[s] * stream
+            value = pre[0] * read[turn * S].to(tl.float32)
+            for s in tl.static_range(1, S):
+                value += pre[s] * read[turn * S + s].to(tl.float32)
             value = rounded(value, DTYPE)
             squares += value * value
             if HIDDEN:
-                tl.store(hidden + row * D + at, value.to(DTYPE))
+                tl.store(hidden + row * D + turn * (NB * B) + inside, value.to(DTYPE))
         kept = kept + (value,)
     if DELAYED:
         inverse = inverse_rms(entry(total, W - 1, W), D, NORM_EPS)
@@ -205,19 +214,40 @@ def row_program(
 
 
 @triton.jit
-def normalised(comb, S: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr):
-    """comb (a tuple of S * S scalars, row by row) divided by its column or row sums."""
-    inverse = ()
+def reciprocal(x):
+    """1 / x of a normal float32, within one last bit."""
+    if INTERPRETED:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def inverses(sums, S: tl.constexpr):
+    """1 / x of each of S numbers; two share a reciprocal, the scarce instruction of the chain of Sinkhorn steps."""
+    made = ()
+    for pair in tl.static_range(S // 2):
+        one = sums[2 * pair]
+        other = sums[2 * pair + 1]
+        both = reciprocal(one * other)
+        made = made + (other * both, one * both)
+    if S % 2 == 1:
+        made = made + (reciprocal(sums[S - 1]),)
+    return made
+
+
+@triton.jit
+def scaled_sums(comb, scales, before, S: tl.constexpr, COLUMNS: tl.constexpr, EPS: tl.constexpr):
+    """Column or row sums of comb with its rows or columns times `scales`, plus EPS times the sums `before`."""
+    made = ()
     for a in tl.static_range(S):
-        total = comb[a if COLUMNS else a * S]
-        for b in tl.static_range(1, S):
-            total += comb[b * S + a if COLUMNS else a * S + b]
-        inverse = inverse + (1.0 / (total + EPS),)
-    divided = ()
-    for j in tl.static_range(S):
-        for k in tl.static_range(S):
-            divided = divided + (comb[j * S + k] * inverse[k if COLUMNS else j],)
-    return divided
+        total = EPS * before[a]
+        for b in tl.static_range(S):
+            total += comb[b * S + a if COLUMNS else a * S + b] * scales[b]
+        made = made + (total,)
+    return made
 
 
 @triton.jit
@@ -256,11 +286,25 @@ def coefficient_program(
             whole += weights[k]
         for k in tl.static_range(S):
             comb = comb + (weights[k] / whole + MIX_EPS,)
-    comb = normalised(comb, S, True, MIX_EPS)
+    # Dividing comb by its column sums and row sums in turn only ever scales its rows and columns. With u and v the
+    # inverse scales, comb[j, k] / (u[j] v[k]) has the row sums (comb / v)[j] / u[j], so that dividing by these plus
+    # eps makes u[j] = (comb / v)[j] + eps u[j]; columns alike. The matrix itself stays as it is.
+    ones = ()
+    for _ in tl.static_range(S):
+        ones = ones + (1.0,)
+    v = scaled_sums(comb, ones, ones, S, True, MIX_EPS)
+    columns = inverses(v, S)
+    u = ones
+    rows = ones
     for _ in range(ITERATIONS - 1):
-        comb = normalised(normalised(comb, S, False, MIX_EPS), S, True, MIX_EPS)
-    for index in tl.static_range(S * S):
-        tl.store(coefficients + row * M + 2 * S + index, comb[index])
+        u = scaled_sums(comb, columns, u, S, False, MIX_EPS)
+        rows = inverses(u, S)
+        v = scaled_sums(comb, rows, v, S, True, MIX_EPS)
+        columns = inverses(v, S)
+    for j in tl.static_range(S):
+        for k in tl.static_range(S):
+            value = comb[j * S + k] * rows[j] * columns[k]
+            tl.store(coefficients + row * M + 2 * S + j * S + k, value)
 
 
 @triton.jit

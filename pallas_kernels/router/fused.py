@@ -3,6 +3,8 @@
 Knows: shapes, the sizes of tiles, and which buffers are updated in place. Does not know: the arithmetic.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -16,30 +18,37 @@ from pallas_kernels.router.reference import Gate
 from pallas_kernels.router.specs import RouterSpec
 
 COUNTER_LINES = 3
-WARPS = 4
 ROWS = 8  # the expert launches take no more
 EXPERTS = 16  # of one gate program
-_GATE_PROGRAMS = 132  # most of them: one per processor of the smallest GPU in mind
 _MOST_CHOSEN = 8
+
+
+class Tile(NamedTuple):
+    """How a launch is cut: the most gate programs, warps of every program, and columns of a column program."""
+
+    gates: int = 132
+    warps: int = 4
+    columns: int = boundaries.TILE.columns
+
+
+ALONE, JOINED = Tile(), Tile()
 
 
 def _array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-def layout(spec: RouterSpec) -> dict[str, int]:
-    """The kernel's tile constants: BE experts by BK columns a gate program, EP experts with padding."""
+def layout(spec: RouterSpec, gates: int) -> dict[str, int]:
+    """The kernel's tile constants: BE experts by BK columns a gate program."""
     tiles = -(-spec.experts // EXPERTS)
     widths = [width for width in (64, 128, 256, 512, 1024) if spec.width % width == 0]
     if not widths:
         raise ValueError(f"width is {spec.width}, expected a multiple of 64")
-    few = [width for width in widths if tiles * (spec.width // width) <= _GATE_PROGRAMS]
-    return dict(
-        BE=EXPERTS, BK=few[0] if few else widths[-1], EP=max(16, 1 << (spec.experts - 1).bit_length())
-    )
+    few = [width for width in widths if tiles * (spec.width // width) <= gates]
+    return dict(BE=EXPERTS, BK=few[0] if few else widths[-1])
 
 
-def constants(spec: RouterSpec, gate: Gate) -> dict:
+def constants(spec: RouterSpec, gate: Gate, gates: int) -> dict:
     """The kernel constants that follow from the model."""
     if gate.weight.shape != (spec.experts, spec.width):
         raise ValueError(f"the gate is {gate.weight.shape}, expected {(spec.experts, spec.width)}")
@@ -47,13 +56,13 @@ def constants(spec: RouterSpec, gate: Gate) -> dict:
         raise ValueError(f"{spec.chosen} experts a row, expected at most {_MOST_CHOSEN}")
     return dict(
         E=spec.experts, K=spec.chosen, HASHED=gate.table is not None, SCALING=spec.scaling, SUM_EPS=spec.sum_eps,
-        **layout(spec),
+        **layout(spec, gates),
     )  # fmt: skip
 
 
-def gate_programs(spec: RouterSpec) -> int:
+def gate_programs(spec: RouterSpec, gates: int) -> int:
     """Programs that share the gate's product."""
-    tiles = layout(spec)
+    tiles = layout(spec, gates)
     return -(-spec.experts // tiles["BE"]) * (spec.width // tiles["BK"])
 
 
@@ -63,8 +72,8 @@ def _operands(gate: Gate, tokens: jax.Array | None, count: jax.Array, unused: ja
     return [gate.weight, bias, table, unused if tokens is None else tokens, count.reshape(1)]
 
 
-def _outputs(spec: RouterSpec, rows: int, counters: jax.Array) -> list[jax.ShapeDtypeStruct]:
-    """expert_ids, count, weight, slot, ids, two scratch arrays, counters."""
+def _outputs(spec: RouterSpec, rows: int, counters: jax.Array, gates: int) -> list[jax.ShapeDtypeStruct]:
+    """expert_ids, count, weight, slot, ids, partial logits, counters."""
     entries = rows * spec.chosen
     return [
         _array(entries, dtype=jnp.int32),
@@ -72,8 +81,7 @@ def _outputs(spec: RouterSpec, rows: int, counters: jax.Array) -> list[jax.Shape
         _array(entries, rows),
         _array(entries, rows, dtype=jnp.int32),
         _array(rows, spec.chosen, dtype=jnp.int32),
-        _array(spec.width // layout(spec)["BK"], rows, spec.experts),
-        _array(spec.experts, dtype=jnp.int32),
+        _array(spec.width // layout(spec, gates)["BK"], rows, spec.experts),
         _array(*counters.shape, dtype=jnp.int32),
     ]
 
@@ -85,6 +93,8 @@ def route(
     count: jax.Array,
     counters: jax.Array,
     tokens: jax.Array | None = None,
+    *,
+    tile: Tile = ALONE,
 ) -> tuple[Routes, jax.Array, jax.Array]:
     """`reference.route` of x [8, D] (float32 or bfloat16) in one launch: entries, ids, and the next counters.
 
@@ -96,16 +106,16 @@ def route(
     if x.shape != (ROWS, spec.width):
         raise ValueError(f"x is {x.shape}, expected {(ROWS, spec.width)}")
     operands = [x, *_operands(gate, tokens, count, counters), counters]
-    *routes, ids, _, _, counters = launch.call(
+    *routes, ids, _, counters = launch.call(
         kernels.route,
         *operands,
-        grid=(gate_programs(spec),),
-        outputs=_outputs(spec, rows, counters),
-        aliases={len(operands) - 1: 7},
-        num_warps=WARPS,
+        grid=(gate_programs(spec, tile.gates),),
+        outputs=_outputs(spec, rows, counters, tile.gates),
+        aliases={len(operands) - 1: 6},
+        num_warps=tile.warps,
         R=rows,
         D=spec.width,
-        **constants(spec, gate),
+        **constants(spec, gate, tile.gates),
     )
     return Routes(*routes), ids, counters
 
@@ -122,6 +132,8 @@ def boundary_and_route(
     coefficients: jax.Array,
     output: Output,
     tokens: jax.Array | None = None,
+    *,
+    tile: Tile = JOINED,
 ) -> tuple[Boundary, Routes, jax.Array, jax.Array]:
     """The boundary in front of a mixture of experts and its router in one launch.
 
@@ -131,13 +143,13 @@ def boundary_and_route(
     if rows != ROWS:
         raise ValueError(f"{rows} rows, expected {ROWS}")
     parts, _, *given = boundaries.operands(streams, norm, projection, coefficients, output, counters)[0]
-    fixed = boundaries.constants(spec, rows, projection) | boundaries.parts_constants(output)
+    fixed = boundaries.constants(spec, rows, projection, tile.columns) | boundaries.parts_constants(output)
     programs, dtype, width = spec.width // fixed["BD"], spec.type, spec.width
     operands = [parts, *given[:-1], *_operands(gate, tokens, count, counters), counters]
     made = launch.call(
         kernels.boundary_and_route,
         *operands,
-        grid=(programs + 2 * rows + gate_programs(router),),
+        grid=(programs + 2 * rows + gate_programs(router, tile.gates),),
         outputs=[
             _array(rows, spec.streams, width, dtype=dtype),
             _array(rows, spec.mixes),
@@ -146,12 +158,12 @@ def boundary_and_route(
             _array(rows, width, dtype=jnp.float16),
             _array(1, 1, dtype=dtype),
             _array(programs, rows, fixed["W"]),
-            *_outputs(router, rows, counters),
+            *_outputs(router, rows, counters, tile.gates),
         ],
-        aliases={len(given) - 1: 0, len(operands) - 1: 14},
-        num_warps=WARPS,
+        aliases={len(given) - 1: 0, len(operands) - 1: 13},
+        num_warps=tile.warps,
         **fixed,
-        **constants(router, gate),
+        **constants(router, gate, tile.gates),
     )
-    streams, own, _, x, rounded, _, _, *routes, ids, _, _, counters = made
+    streams, own, _, x, rounded, _, _, *routes, ids, _, counters = made
     return Boundary(streams, own, None, x, rounded, None), Routes(*routes), ids, counters

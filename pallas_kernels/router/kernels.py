@@ -19,21 +19,31 @@ from pallas_kernels.hyper_connections.kernels import coefficient_program, column
 
 ROWS_DONE = tl.constexpr(1)  # line of the latch between row programs and gate programs
 GATE_DONE = tl.constexpr(2)  # line of the ticket of the gate programs
+LANES = tl.constexpr(128)  # experts that a warp holds of a row at once: 16 bytes a thread
+SMALLEST = tl.constexpr(-(2**31))
+NOBODY = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def gate_program(
-    program, weight, x, logits, counters,
-    R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, GATES: tl.constexpr,
-    AWAITED: tl.constexpr,
+    program, weight, x, logits, route_weight, slot, counters,
+    R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
+    GATES: tl.constexpr, AWAITED: tl.constexpr,
 ):  # fmt: skip
-    """Partial logits [R, BE] over BK columns, behind `AWAITED` row programs; true in the last of GATES programs."""
+    """Partial logits [R, BE] over BK columns, behind `AWAITED` row programs; true in the last of GATES programs.
+
+    The first one also empties the table of weights and slots, of which `selection` writes what is used.
+    """
     SPLITS: tl.constexpr = D // BK
     expert = (program // SPLITS) * BE + tl.arange(0, BE)
     split = program % SPLITS
     column = split * BK + tl.arange(0, BK)
     row = tl.arange(0, R)
     own = tl.load(weight + expert[:, None] * D + column[None, :], mask=(expert < E)[:, None], other=0.0)
+    if program == 0:
+        cell = tl.arange(0, R * R * 8)
+        tl.store(route_weight + cell, 0.0, mask=cell < R * K * R)
+        tl.store(slot + cell, -1, mask=cell < R * K * R)
     if AWAITED > 0:
         wait(counters, ROWS_DONE, AWAITED)
     rows = tl.trans(tl.load(x + row[:, None] * D + column[None, :], cache_modifier=".cg"))
@@ -57,86 +67,113 @@ def softplus(x):
 
 
 @triton.jit
+def ordered(x):
+    """int32 that compare as float32 `x` do; NaN, which only dead rows hold, has some place too."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
 def selection(
-    logits, bias, table, tokens, live, expert_ids, count, weight, slot, ids, places,
-    R: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, HASHED: tl.constexpr,
+    logits, bias, table, tokens, live, expert_ids, count, weight, slot, ids,
+    R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, HASHED: tl.constexpr,
     SCALING: tl.constexpr, SUM_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Scores, choice, weights and the list of entries, by one program."""
-    ENTRIES: tl.constexpr = R * K
+    """Scores, choice, weights and the list of entries, by one program.
+
+    A warp holds whole rows, LANES experts at a time, so that the search for a row's largest score stays inside it;
+    integers, because a warp finds the largest of those in one instruction.
+    """
+    CHUNKS: tl.constexpr = (E + LANES - 1) // LANES
     row = tl.arange(0, R)
-    expert = tl.arange(0, EP)
-    real = (expert < E)[None, :] & (row >= 0)[:, None]
-    alive = row < tl.load(live)
-    at = row[:, None] * E + expert[None, :]
-    total = tl.load(logits + at, mask=real, other=0.0, cache_modifier=".cg")
-    for split in tl.static_range(1, SPLITS):
-        total += tl.load(logits + split * (R * E) + at, mask=real, other=0.0, cache_modifier=".cg")
-    score = tl.sqrt(softplus(total))
+    scores = ()
+    keys = ()
+    for chunk in tl.static_range(CHUNKS):
+        expert = chunk * LANES + tl.arange(0, LANES)[None, :]
+        real = (expert < E) & (row >= 0)[:, None]
+        at = logits + row[:, None] * E + expert
+        total = tl.load(at, mask=real, other=0.0, cache_modifier=".cg")
+        for split in tl.static_range(1, SPLITS):
+            total += tl.load(at + split * (R * E), mask=real, other=0.0, cache_modifier=".cg")
+        score = tl.sqrt(softplus(total))
+        scores = scores + (score.to(tl.int32, bitcast=True),)
+        if not HASHED:
+            # Loaded for every row, so that it is spread over the threads as the scores are.
+            key = ordered(score + tl.load(bias + expert + row[:, None] * 0, mask=real, other=0.0))
+            keys = keys + (tl.where(real, key, SMALLEST),)
 
-    times = tl.zeros((R, EP), tl.int32)
-    chosen = ()
-    if HASHED:
-        token = tl.load(tokens + row)
-        for k in tl.static_range(K):
-            one = tl.load(table + token * K + k)
-            times += (expert[None, :] == one[:, None]).to(tl.int32)
-            chosen = chosen + (one,)
-    else:
-        left = score + tl.load(bias + expert, mask=expert < E, other=0.0)[None, :]
-        left = tl.where(real, left, float("-inf"))
-        for _ in tl.static_range(K):
-            _, one = tl.max(left, axis=1, return_indices=True, return_indices_tie_break_left=True)
-            one = tl.minimum(one, E - 1)  # whatever NaN does to comparisons, this is an expert
-            taken = expert[None, :] == one[:, None]
-            times += taken.to(tl.int32)
-            left = tl.where(taken, float("-inf"), left)
-            chosen = chosen + (one,)
-
-    # An expert has one entry, or as many as one row mentions it (only a table does so more than once).
-    entries = tl.max(tl.where(alive[:, None], times, 0), axis=0)
-    tl.store(count, tl.sum(entries, axis=0))
-    place = tl.cumsum(entries, axis=0) - entries
-    tl.store(places + expert, place, mask=expert < E)
-    tl.store(logits + at, score, mask=real)
-    entry = tl.arange(0, R * 8)
-    tl.store(expert_ids + entry, -1, mask=entry < ENTRIES)
-    cell = entry[None, :] * R + row[:, None]
-    inside = (entry < ENTRIES)[None, :] & (row >= 0)[:, None]
-    tl.store(weight + cell, 0.0, mask=inside)
-    tl.store(slot + cell, -1, mask=inside)
-    tl.debug_barrier()
-
-    # From here on each row looks up its own few experts, through memory.
-    own = ()
+    # [R, 8]: the choices of a row side by side, and their scores.
+    place = tl.arange(0, 8)[None, :]
+    chosen = tl.zeros((R, 8), tl.int32)
+    own = tl.zeros((R, 8), tl.int32)
+    mention = tl.zeros((R, 8), tl.int32)
+    earlier = ()
     for k in tl.static_range(K):
-        own = own + (tl.load(logits + row * E + chosen[k]),)
-    whole = own[0]
-    for k in tl.static_range(1, K):
-        whole += own[k]
-    for k in tl.static_range(K):
-        mine = tl.load(places + chosen[k])
-        for earlier in tl.static_range(k):
-            mine += (chosen[k] == chosen[earlier]).to(tl.int32)
-        tl.store(expert_ids + mine, chosen[k], mask=alive)
-        tl.store(weight + mine * R + row, own[k] / (whole + SUM_EPS) * SCALING, mask=alive)
-        tl.store(slot + mine * R + row, k, mask=alive)
-        tl.store(ids + row * K + k, tl.where(alive, chosen[k], -1))
+        if HASHED:
+            one = tl.load(table + tl.load(tokens + row) * K + k)
+            before = tl.zeros((R,), tl.int32)
+            for other in tl.static_range(k):
+                before += (earlier[other] == one).to(tl.int32)
+            earlier = earlier + (one,)
+            mention = tl.where(place == k, before[:, None], mention)
+        else:
+            largest = keys[0]
+            for chunk in tl.static_range(1, CHUNKS):
+                largest = tl.maximum(largest, keys[chunk])
+            largest = tl.max(largest, axis=1)[:, None]
+            lowest = tl.full((R, LANES), E - 1, tl.int32)
+            for chunk in tl.static_range(CHUNKS):
+                expert = chunk * LANES + tl.arange(0, LANES)[None, :]
+                lowest = tl.minimum(lowest, tl.where(keys[chunk] == largest, expert, E - 1))
+            one = tl.min(lowest, axis=1)
+        bits = tl.zeros((R, LANES), tl.int32)
+        left = ()
+        for chunk in tl.static_range(CHUNKS):
+            expert = chunk * LANES + tl.arange(0, LANES)[None, :]
+            taken = expert == one[:, None]
+            bits = tl.where(taken, scores[chunk], bits)
+            if not HASHED:
+                left = left + (tl.where(taken, SMALLEST, keys[chunk]),)
+        keys = left
+        chosen = tl.where(place == k, one[:, None], chosen)
+        own = tl.where(place == k, tl.max(bits, axis=1)[:, None], own)
+
+    used = (place < K) & (row >= 0)[:, None]
+    alive = used & (row < tl.load(live))[:, None]
+    score = own.to(tl.float32, bitcast=True)
+    share = score / (tl.sum(tl.where(used, score, 0.0), axis=1)[:, None] + SUM_EPS) * SCALING
+    tl.store(ids + row[:, None] * K + place, tl.where(alive, chosen, -1), mask=used)
+
+    # An expert has one entry, or as many as one row mentions it (only a table does so more than once): an entry is
+    # a pair of an expert and the number of its mention within the row. Entries come in ascending order.
+    entry = tl.reshape(tl.where(alive, chosen * 8 + mention, NOBODY), (R * 8,))
+    index = tl.arange(0, R * 8)
+    same = entry[:, None] == entry[None, :]
+    first = tl.max((same & (index[:, None] < index[None, :])).to(tl.int32), axis=0) == 0
+    first = first & (entry < NOBODY)
+    smaller = (entry[None, :] < entry[:, None]) & first[None, :]
+    mine = tl.reshape(tl.sum(smaller.to(tl.int32), axis=1), (R, 8))
+    listed = tl.sum(first.to(tl.int32), axis=0)
+    tl.store(count, listed)
+    tl.store(expert_ids + index, -1, mask=(index >= listed) & (index < R * K))
+    tl.store(expert_ids + mine, chosen, mask=alive)
+    tl.store(weight + mine * R + row[:, None], share, mask=alive)
+    tl.store(slot + mine * R + row[:, None], place + tl.zeros_like(mine), mask=alive)
 
 
 @triton.jit
 def route(
     x, weight, bias, table, tokens, live, counters_in,
-    expert_ids, count, route_weight, slot, ids, logits, places, counters,
-    R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, BE: tl.constexpr,
+    expert_ids, count, route_weight, slot, ids, logits, counters,
+    R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BE: tl.constexpr,
     BK: tl.constexpr, HASHED: tl.constexpr, SCALING: tl.constexpr, SUM_EPS: tl.constexpr,
 ):  # fmt: skip
     """The router alone; grid ceil(E / BE) * D // BK."""
     GATES: tl.constexpr = (E + BE - 1) // BE * (D // BK)
-    if gate_program(tl.program_id(0), weight, x, logits, counters, R, D, E, BE, BK, GATES, 0):
+    if gate_program(tl.program_id(0), weight, x, logits, route_weight, slot, counters, R, D, E, K, BE, BK, GATES, 0):
         selection(
-            logits, bias, table, tokens, live, expert_ids, count, route_weight, slot, ids, places,
-            R, E, EP, K, D // BK, HASHED, SCALING, SUM_EPS,
+            logits, bias, table, tokens, live, expert_ids, count, route_weight, slot, ids,
+            R, E, K, D // BK, HASHED, SCALING, SUM_EPS,
         )  # fmt: skip
 
 
@@ -144,12 +181,12 @@ def route(
 def boundary_and_route(
     parts, given, table_in, row_tokens, fn, base, scale, norm, streams_in, weight, bias, table,
     tokens, live, counters_in,
-    streams, coefficients, hidden, x, rounded_x, tap, sums, expert_ids, count, route_weight, slot, ids, logits, places,
+    streams, coefficients, hidden, x, rounded_x, tap, sums, expert_ids, count, route_weight, slot, ids, logits,
     counters,
     R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, MIXES: tl.constexpr,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, DELAYED: tl.constexpr, ROUND: tl.constexpr, B: tl.constexpr,
     NB: tl.constexpr, NORM_EPS: tl.constexpr, MIX_EPS: tl.constexpr, ITERATIONS: tl.constexpr,
-    E: tl.constexpr, EP: tl.constexpr, K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, HASHED: tl.constexpr,
+    E: tl.constexpr, K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, HASHED: tl.constexpr,
     SCALING: tl.constexpr, SUM_EPS: tl.constexpr,
 ):  # fmt: skip
     """The boundary in front of a mixture of experts, then its router; grid D // BD + 2 R + ceil(E / BE) * D // BK."""
@@ -176,9 +213,9 @@ def boundary_and_route(
         leave(counters, 0, 2 * R)
     else:
         gate = program - G - 2 * R
-        if gate_program(gate, weight, x, logits, counters, R, D, E, BE, BK, GATES, R):
+        if gate_program(gate, weight, x, logits, route_weight, slot, counters, R, D, E, K, BE, BK, GATES, R):
             selection(
-                logits, bias, table, tokens, live, expert_ids, count, route_weight, slot, ids, places,
-                R, E, EP, K, D // BK, HASHED, SCALING, SUM_EPS,
+                logits, bias, table, tokens, live, expert_ids, count, route_weight, slot, ids,
+                R, E, K, D // BK, HASHED, SCALING, SUM_EPS,
             )  # fmt: skip
         leave(counters, ROWS_DONE, GATES)

@@ -63,6 +63,6 @@ def test_the_joined_launch_spills_nothing_and_fits_the_gpu_at_once(spec, router,
         array(dtype=jnp.int32), COUNTERS, array(ROWS, mixes), Output(array(8, ROWS, width)), capability=capability,
     )  # fmt: skip
     assert made.spilled_bytes == 0
-    resident = min(REGISTERS // (made.registers * 32 * fused.WARPS), SHARED_BYTES // (made.shared + 1024))
-    programs = width // 32 + 2 * ROWS + fused.gate_programs(router)
+    resident = min(REGISTERS // (made.registers * 32 * fused.JOINED.warps), SHARED_BYTES // (made.shared + 1024))
+    programs = width // fused.JOINED.columns + 2 * ROWS + fused.gate_programs(router, fused.JOINED.gates)
     assert programs <= PROCESSORS * resident
