@@ -4,6 +4,8 @@ The order of operations, packing and joining of matrices, rotations, caches and 
 operation has; that the fused bodies compute what the definitions say is tested with each operation.
 """
 
+import dataclasses
+
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
@@ -60,9 +62,11 @@ def one_pass(model, tokens, state, count):
     logits = model.backbone.logits(output.hidden)
     state = model.drafter.commit(state, output.taps, state.length, count).advance(count)
     block = model.drafter.block(model.backbone, state, tokens[0], BLOCK, jnp.int32(BLOCK))
-    drafts, _ = model.drafter.chain(
+    drafts = model.drafter.greedy_chain(block, tokens[0], jnp.int32(BLOCK))
+    taken, _ = model.drafter.chain(
         block, tokens[0], lambda j, row: (jnp.argmax(row).astype(jnp.int32), None)
     )
+    drafts = dataclasses.replace(drafts, ids=jnp.where(taken.ids == drafts.ids, drafts.ids, -1))
     return logits, output.routes, state, block.base_logits, drafts.ids, drafts.confidence
 
 

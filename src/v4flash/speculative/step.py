@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from v4flash.model.drafter import Model
 from v4flash.speculative import depth, lookup
 from v4flash.speculative.depth import MAX_DRAFT
-from v4flash.speculative.filters import greedy_token, has_usable_logits, is_greedy
+from v4flash.speculative.filters import has_usable_logits, is_greedy
 from v4flash.speculative.randomness import round_key
 from v4flash.speculative.rejection import Verdict, propose, rule_of, verify
 from v4flash.speculative.stream import LIMIT, REPEATED, RUNNING, STOPPED, Control, StepResult, Stream
@@ -71,8 +71,18 @@ def draft(model: Model, stream: Stream, control: Control, limit: int) -> tuple[j
         proposal = propose(logits, control.draft_sampling, key, first + j)
         return proposal.token, proposal.law
 
-    drafts, laws = model.drafter.chain(block, stream.anchor, draw)
-    return drafts.ids, laws, jax.nn.sigmoid(drafts.confidence)
+    def drawn() -> tuple[jax.Array, ...]:
+        drafts, laws = model.drafter.chain(block, stream.anchor, draw)
+        return drafts.ids, laws, drafts.confidence
+
+    def greedy() -> tuple[jax.Array, ...]:
+        drafts = model.drafter.greedy_chain(block, stream.anchor, control.draft_length)
+        laws = jax.nn.one_hot(drafts.ids, block.base_logits.shape[1], dtype=jnp.float32)
+        return drafts.ids, laws, drafts.confidence
+
+    # One branch around the whole chain: a law per draft would be work that greedy decoding never looks at.
+    ids, laws, confidence = jax.lax.cond(is_greedy(control.draft_sampling), greedy, drawn)
+    return ids, laws, jax.nn.sigmoid(confidence)
 
 
 def proposed(model: Model, stream: Stream, control: Control, limit: int, drafting: Callable) -> Proposed:
@@ -261,5 +271,4 @@ def prefill(
 def greedy_drafts(model: Model, decode: DecodeState, anchor: jax.Array, rows: int):
     """The drafter's block and greedily chained drafts behind a committed context, `rows` of them."""
     block = model.drafter.block(model.backbone, decode, anchor, rows, jnp.int32(rows))
-    drafts, _ = model.drafter.chain(block, anchor, lambda j, logits: (greedy_token(logits), None))
-    return block, drafts
+    return block, model.drafter.greedy_chain(block, anchor, jnp.int32(rows))

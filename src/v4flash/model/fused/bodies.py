@@ -22,6 +22,8 @@ from pallas_kernels.index_selection.specs import IndexSpec
 from pallas_kernels.key_rows import reference as key_rows
 from pallas_kernels.key_rows.reference import Caches, Compressor, LatentIndex, Rows
 from pallas_kernels.key_rows.specs import PoolSpec, RowSpec
+from pallas_kernels.markov_chain import reference as markov_chain
+from pallas_kernels.markov_chain.specs import ChainSpec
 from pallas_kernels.router import reference as routing
 from pallas_kernels.router.reference import Gate
 from pallas_kernels.router.specs import RouterSpec
@@ -132,6 +134,12 @@ class ReferenceBodies:
         """float32 [R, V] of normed rows."""
         return dense.exact_product(x, head)[0]
 
+    def chain(
+        self, spec: ChainSpec, base: jax.Array, anchor: jax.Array, embed: jax.Array, head: jax.Array, count
+    ) -> tuple[jax.Array, jax.Array]:
+        """Ids [K] of the drafter's greedy Markov chain, and the logits [K, V] they were chosen by."""
+        return markov_chain.chain(spec, base, anchor, embed, head, count)
+
 
 class FusedBodies(ReferenceBodies):
     """One or two launches an operation; see the operations' folders for their pictures."""
@@ -146,16 +154,18 @@ class FusedBodies(ReferenceBodies):
         from pallas_kernels.hyper_connections import fused as boundary_launches
         from pallas_kernels.index_selection import kernels as index_kernels
         from pallas_kernels.key_rows import kernels as row_kernels
+        from pallas_kernels.markov_chain import fused as chain_launches
         from pallas_kernels.router import fused as router_launches
 
         super().__init__(config, numerics, rows, attention_spec)
         self._attention, self._dense, self._experts = attention_kernels, dense_launches, expert_launches
         self._head, self._boundaries, self._index = head_launches, boundary_launches, index_kernels
-        self._rows, self._router = row_kernels, router_launches
+        self._rows, self._router, self._chain = row_kernels, router_launches, chain_launches
         lines = (
             attention_kernels.counter_lines(rows, attention_spec),
             boundary_launches.COUNTER_LINES,
             router_launches.COUNTER_LINES,
+            chain_launches.COUNTER_LINES,
         )
         self.counters = device_barrier.counters(max(lines))
 
@@ -202,6 +212,10 @@ class FusedBodies(ReferenceBodies):
         return self._experts.down(
             hidden, routed, shared, routes, chosen=chosen, round_block=self.round_block, **options
         )
+
+    def chain(self, spec, base, anchor, embed, head, count):
+        ids, logits, self.counters = self._chain.chain(spec, base, anchor, embed, head, count, self.counters)
+        return ids, logits
 
     def logits(self, x, head):
         return self._head.logits_argmax(x, head, logits=True)[2]

@@ -35,10 +35,17 @@ class FusedBackbone:
     def __init__(self, config: ModelConfig, numerics: Numerics, packed: PackedModel, bodies):
         self.config, self.numerics, self.packed, self.bodies = config, numerics, packed, bodies
 
+    def embedded(self, tokens: jax.Array) -> jax.Array:
+        """Equal streams [R, S, D] of the tokens' embeddings."""
+        return boundaries.embedded(self.packed.embed, tokens, specs.boundary_spec(self.config, self.numerics))
+
     def trunk(
-        self, tokens: jax.Array, state: DecodeState, count: jax.Array
+        self, tokens: jax.Array, state: DecodeState, count: jax.Array, *, keep_streams: bool = False
     ) -> tuple[TrunkOutput, DecodeState]:
-        """Runs tokens int32 [8] at positions state.length.. ; the first `count` are live."""
+        """Runs tokens int32 [8] at positions state.length.. ; the first `count` are live.
+
+        `keep_streams` also returns the streams behind every layer, which launches never form as such: for looking.
+        """
         config, packed = self.config, self.packed
         spec = specs.boundary_spec(config, self.numerics)
         state = state.replace(tokens=ring_write(state.tokens, tokens, state.length, count))
@@ -48,14 +55,12 @@ class FusedBackbone:
         tapped = {index if config.taps_are_inputs else index + 1 for index in targets}
         source, output, selection = (packed.embed, tokens), None, Selection()
         coefficients = boundaries.first_coefficients(tokens.shape[0], spec) if spec.delayed else None
-        means, routes = {}, []
+        means, routes, kept = {}, [], []
         for layer, pack in zip(config.layers, packed.layers, strict=True):
             with jax.named_scope(f"layer_{layer.index}"):
                 if layer.index in packed.engrams:
-                    source, output = (
-                        self._remembered(run, layer.index, state, source, coefficients, output),
-                        None,
-                    )
+                    source = self._streams(source, coefficients, output)
+                    source, output = self._remembered(run, layer.index, state, source), None
                 with jax.named_scope("attention"):
                     tap = layer.index in tapped
                     made = run.ops.boundary(
@@ -75,6 +80,8 @@ class FusedBackbone:
                         run, pack, made, parts, config.num_experts_per_tok, config.n_routed_experts
                     )
                 routes.append(ids)
+            if keep_streams:
+                kept.append(self._streams(source, coefficients, output))
         with jax.named_scope("head"):
             last, tap = config.num_hidden_layers, config.num_hidden_layers in tapped
             head = projection(packed.floats, "hc_head") if "hc_head.fn" in packed.floats else None
@@ -84,7 +91,7 @@ class FusedBackbone:
             if tap:
                 means[last] = made.tap
         joined = jnp.concatenate([means[i] for i in sorted(tapped)], axis=-1) if targets else None
-        return TrunkOutput(made.hidden, joined, routes, [], []), state
+        return TrunkOutput(made.hidden, joined, routes, kept, []), state
 
     def logits(self, hidden: jax.Array, weight: jax.Array | None = None) -> jax.Array:
         """float32 logits [R, V] of hidden rows [R, D]; `weight` is that of the norm, by default the final one."""
@@ -97,13 +104,16 @@ class FusedBackbone:
             )
             return ops.logits(jnp.pad(x, ((0, -rows % ROWS), (0, 0))), self.packed.head)[:rows]
 
-    def _remembered(self, run: Pass, index: int, state, source, coefficients, output) -> jax.Array:
-        """Streams [R, S, D] in front of a layer with the memory of their n-grams added."""
+    def _streams(self, source, coefficients, output) -> jax.Array:
+        """Streams [R, S, D] with the output of the sublayer before spread into them."""
         spec = specs.boundary_spec(self.config, self.numerics)
         streams = boundaries.embedded(*source, spec) if isinstance(source, tuple) else source
-        if output is not None:
-            rows = boundaries.output_rows(output, spec.type)
-            streams = boundaries.spread(coefficients, rows, streams)
+        if output is None:
+            return streams
+        return boundaries.spread(coefficients, boundaries.output_rows(output, spec.type), streams)
+
+    def _remembered(self, run: Pass, index: int, state: DecodeState, streams: jax.Array) -> jax.Array:
+        """Streams [R, S, D] in front of a layer with the memory of their n-grams added."""
         positions = run.length + jnp.arange(run.tokens.shape[0], dtype=jnp.int32)
         history = compressed_history(self.config.engram, self.packed.token_map, state.tokens, positions)
         return self.packed.engrams[index](streams, history)
@@ -184,6 +194,22 @@ class FusedDrafter:
                 steps.append((previous, logits, sure, kept))
         ids, logits, confidence, kept = jax.tree.map(lambda *rows: jnp.stack(rows), *steps)
         return Drafts(ids, logits, confidence), kept
+
+    def greedy_chain(self, block: Block, anchor: jax.Array, count: jax.Array) -> Drafts:
+        """The likeliest tokens, as `Drafter.greedy_chain`; rows behind `count` hold id 0."""
+        packed, spec = self.packed, specs.chain_spec(self.config)
+        ops = self.bodies(
+            self.config, self.numerics, ROWS, specs.attention_spec(self.config, self.numerics)
+        )
+        with jax.named_scope("markov_chain"):
+            ids, logits = ops.chain(
+                spec, block.base_logits, anchor, packed.markov_embed, packed.markov_head, count
+            )
+            before = jnp.concatenate([anchor[None], ids[:-1]])
+            embedded = packed.markov_embed[before].astype(jnp.float32)
+            joined = jnp.concatenate([block.hidden.astype(jnp.float32), embedded], axis=1)
+            sure = self.numerics.exact_product("rk,nk->rn", joined, packed.draft_floats["confidence"])
+        return Drafts(ids, logits, sure[:, 0])
 
 
 class FusedModel:

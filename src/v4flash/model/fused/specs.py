@@ -9,6 +9,7 @@ from pallas_kernels.attention.specs import AttentionSpec
 from pallas_kernels.hyper_connections.specs import BoundarySpec
 from pallas_kernels.index_selection.specs import IndexSpec
 from pallas_kernels.key_rows.specs import FP4_GROUPS, FP8_BLOCKS, PoolSpec, RowSpec
+from pallas_kernels.markov_chain.specs import ChainSpec
 from pallas_kernels.router.specs import RouterSpec
 from v4flash.config import OVERLAPPED_RATIO, LayerConfig, ModelConfig
 from v4flash.model.numerics import Numerics
@@ -103,3 +104,8 @@ def index_spec(config: ModelConfig, layer: LayerConfig, numerics: Numerics, slot
         quantise=numerics.quantise,
         dtype=_name(numerics),
     )
+
+
+def chain_spec(config: ModelConfig) -> ChainSpec:
+    """The drafter's Markov chain."""
+    return ChainSpec(config.vocab_size, config.draft.markov_rank)
