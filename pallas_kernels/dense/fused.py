@@ -5,6 +5,7 @@ Knows: shapes, and how many warps and shares of the columns a product gets. Does
 
 import jax
 import jax.numpy as jnp
+import triton.language as tl
 
 from pallas_kernels import launch, tiles
 from pallas_kernels.dense import kernels
@@ -13,6 +14,7 @@ from pallas_kernels.tiles import PackedMatrix
 
 # Programs that keep an H200 busy without a second, half-empty wave; from the shapes measured there.
 MOST_PROGRAMS = 704
+_TRITON_TYPE = {jnp.dtype(jnp.float32): tl.float32, jnp.dtype(jnp.bfloat16): tl.bfloat16}
 MANY_TILES = 96  # from here on eight warps a program did better than four
 
 
@@ -67,6 +69,69 @@ def product(
         FENCED=fenced,
         WARPS=warps,
     )[0]
+
+
+def finished_product(
+    x: jax.Array,
+    matrix: PackedMatrix,
+    counters: jax.Array,
+    *,
+    scale_block: int,
+    round_block: int,
+    dtype,
+    groups: int = 1,
+    first_ticket: int = 0,
+) -> tuple[jax.Array, jax.Array]:
+    """`reference.finished_product` in one launch: rows [R, N], and the counters for the next kernel.
+
+    Args: as there and of `product`, and
+      counters: from `device_barrier.counters`, with `ticket_words` words from `first_ticket` on that hold zeros.
+    """
+    columns = x.shape[1] // groups
+    count, chunks = _require_packed(x, matrix, columns, groups)
+    width = count * tiles.TILE
+    if round_block % tiles.TILE or round_block and width % round_block:
+        raise ValueError(
+            f"{width} columns in rounding blocks of {round_block}, expected a multiple of 32 that divides"
+        )
+    joined = _joined(round_block)
+    warps = _warps(count, chunks)
+    splits = shares(count, chunks, warps)
+    terms = half_terms(x)
+    out = jax.ShapeDtypeStruct((tiles.ROWS, width), jnp.float16 if round_block else dtype)
+    made = launch.call(
+        kernels.fp8_product_finished,
+        terms,
+        *matrix,
+        counters,
+        grid=(count * splits,),
+        outputs=[out, _partial(splits, count), jax.ShapeDtypeStruct(counters.shape, counters.dtype)],
+        aliases={3: 2},
+        num_warps=warps,
+        BLOCKS=columns // tiles.BLOCK,
+        TILES=count,
+        GROUPS=groups,
+        SPLITS=splits,
+        SCALED=scale_block,
+        BFLOAT=terms.dtype == jnp.bfloat16,
+        TERMS=terms.shape[0],
+        WARPS=warps,
+        JOINED=joined,
+        DTYPE=_TRITON_TYPE[jnp.dtype(dtype)],
+        ROUND=bool(round_block),
+        TICKETS=first_ticket,
+    )
+    return made[0], made[2]
+
+
+def ticket_words(width: int, round_block: int) -> int:
+    """Words of the counters that `finished_product` of N = width columns needs."""
+    return width // (tiles.TILE * _joined(round_block))
+
+
+def _joined(round_block: int) -> int:
+    """Tiles that one program finishes."""
+    return round_block // tiles.TILE if round_block else 1
 
 
 def exact_product(x: jax.Array, weight: jax.Array, *, splits: int | None = None) -> jax.Array:

@@ -8,6 +8,9 @@ A program is one tile of 32 weight rows and one of SPLITS shares of the columns;
 import triton
 import triton.language as tl
 
+from pallas_kernels.device_barrier import is_last
+from pallas_kernels.device_numbers import round_activations, rounded
+from pallas_kernels.device_tiles import partial_sum
 from pallas_kernels.register_mma import bf16, fp8, lanes
 
 
@@ -106,6 +109,64 @@ def fp8_product(
         tl.program_id(0), rows_ptr, words_ptr, scales_ptr, out_ptr,
         BLOCKS, TILES, GROUPS, SPLITS, SCALED, BFLOAT, TERMS, FENCED, WARPS,
     )  # fmt: skip
+
+
+@triton.jit
+def finish_block(
+    partial_ptr,
+    out_ptr,
+    block,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROUND: tl.constexpr,
+):
+    """Adds a block's shares of the columns, rounds the sums to DTYPE and, with ROUND, as activations of one block.
+
+    partial float32 [SPLITS, 8, WIDTH]; out [8, WIDTH], of which the BLOCK columns from block * BLOCK are written.
+    """
+    place = tl.arange(0, 8)[:, None] * WIDTH + block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    total = rounded(partial_sum(partial_ptr, place, place >= 0, SPLITS, 8 * WIDTH), DTYPE)
+    if ROUND:
+        total = round_activations(total, 1)
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty))
+
+
+@triton.jit
+def fp8_product_finished(
+    rows_ptr,
+    words_ptr,
+    scales_ptr,
+    counters_in,
+    out_ptr,
+    partial_ptr,
+    counters,
+    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BFLOAT: tl.constexpr,
+    TERMS: tl.constexpr,
+    WARPS: tl.constexpr,
+    JOINED: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROUND: tl.constexpr,
+    TICKETS: tl.constexpr,
+):
+    """`fp8_product`, and whoever finishes a block of JOINED tiles last adds its shares and rounds them.
+
+    out [8, 32 * TILES]; tickets are the words of `counters` from TICKETS on, one a block. Grid (TILES * SPLITS,).
+    """
+    program = tl.program_id(0)
+    _fp8_program(
+        program, rows_ptr, words_ptr, scales_ptr, partial_ptr,
+        BLOCKS, TILES, GROUPS, SPLITS, SCALED, BFLOAT, TERMS, False, WARPS,
+    )  # fmt: skip
+    block = program % TILES // JOINED
+    if is_last(counters + TICKETS + block, 0, JOINED * SPLITS):
+        finish_block(partial_ptr, out_ptr, block, 32 * TILES, 32 * JOINED, SPLITS, DTYPE, ROUND)
 
 
 @triton.jit

@@ -73,6 +73,12 @@ class ReferenceBodies:
         """An FP8 product, unsummed: float32 [S, R, N]."""
         return dense.product(x, matrix, groups=groups)
 
+    def finished_product(self, x: jax.Array, matrix: PackedMatrix, groups: int) -> jax.Array:
+        """An FP8 product as the next one reads it: [R, N], rounded where the model rounds."""
+        return dense.finished_product(
+            x, matrix, round_block=self.round_block, dtype=self.dtype, groups=groups
+        )
+
     def write(
         self,
         rows: Rows,
@@ -167,7 +173,9 @@ class FusedBodies(ReferenceBodies):
             router_launches.COUNTER_LINES,
             chain_launches.COUNTER_LINES,
         )
-        self.counters = device_barrier.counters(max(lines))
+        words = dense_launches.ticket_words(config.o_groups * config.o_lora_rank, self.round_block)
+        self._first_ticket = max(lines) * device_barrier.LINE_WORDS
+        self.counters = device_barrier.counters(max(lines) + -(-words // device_barrier.LINE_WORDS))
 
     def boundary(self, spec, source, norm, projection, coefficients, output, **options):
         made, self.counters = self._boundaries.boundary(
@@ -188,6 +196,13 @@ class FusedBodies(ReferenceBodies):
 
     def product(self, x, matrix, groups=1):
         return self._dense.product(x, matrix, scale_block=self.block, groups=groups)
+
+    def finished_product(self, x, matrix, groups):
+        made, self.counters = self._dense.finished_product(
+            x, matrix, self.counters, scale_block=self.block, round_block=self.round_block, dtype=self.dtype,
+            groups=groups, first_ticket=self._first_ticket,
+        )  # fmt: skip
+        return made
 
     def write(self, rows, caches, length, count, spec, pool=None, compressor=None, index=None):
         return self._rows.write(rows, caches, length, count, spec, pool, compressor, index)

@@ -192,10 +192,8 @@ def attend_block(run: Pass, pack: PackedLayer, made: Boundary, ring: jax.Array) 
 
 def project_output(run: Pass, pack: PackedLayer, heads: jax.Array) -> jax.Array:
     """The grouped low-rank output projection of heads [R, H * d], in parts [S, R, D]."""
-    groups = run.config.o_groups
-    latent = run.ops.product(heads, pack.matrix("wo_a"), groups)
-    latent = Columns(latent, 0, groups * run.config.o_lora_rank).summed()
-    return run.ops.product(run.rounded(latent), pack.matrix("wo_b"))
+    latent = run.ops.finished_product(heads, pack.matrix("wo_a"), run.config.o_groups)
+    return run.ops.product(latent, pack.matrix("wo_b"))
 
 
 def feed_forward(
