@@ -43,7 +43,7 @@ def layout(spec: BoundarySpec, mixes: int, columns: int) -> dict[str, int]:
         raise ValueError(
             f"width is {spec.width}, expected a multiple of {columns} columns and of blocks of {block}"
         )
-    width = max(16, 1 << (mixes + 1).bit_length())
+    width = max(16, 1 << mixes.bit_length())
     return dict(BD=min(columns, turn), W=width, B=block, NB=turn // block)
 
 
@@ -57,6 +57,11 @@ def constants(spec: BoundarySpec, rows: int, projection: Projection | None, colu
         NORM_EPS=spec.norm_eps, MIX_EPS=spec.mix_eps, ITERATIONS=spec.iterations,
         **layout(spec, mixes, columns),
     )  # fmt: skip
+
+
+def sums(fixed: dict) -> jax.ShapeDtypeStruct:
+    """The scratch array of partial sums."""
+    return _array(fixed["D"] // fixed["BD"] * fixed["R"] * (fixed["W"] + 1))
 
 
 def parts_constants(output: Output | None) -> dict:
@@ -132,7 +137,7 @@ def boundary(
             _array(rows, width, dtype=dtype),
             _array(rows, width, dtype=jnp.float16),
             _array(*((rows, width) if tap else (1, 1)), dtype=dtype),
-            _array(programs, rows, fixed["W"]),
+            sums(fixed),
             _array(*counters.shape, dtype=jnp.int32),
         ],
         aliases={len(given) - 1: 7} if embed else {len(given) - 2: 0, len(given) - 1: 7},

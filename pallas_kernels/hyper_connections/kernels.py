@@ -12,8 +12,9 @@ a model, or how the launch is made (fused.py).
 With delayed mixing a column program already collapses its columns; its row program only norms them. Sinkhorn, a long
 chain of tiny steps, runs beside the row programs and nobody inside the launch waits for it.
 
-Partial sums, float32 [G, R, W]: the M products, then at W - 2 the sum of squares of the streams, at W - 1 that of
-the hidden row. They are added in the order of the programs: same input, same bits.
+Partial sums, float32 [G, R, W]: the M products, and at W - 1 the sum of squares of the streams. Behind them, [R, G],
+the sums of squares of hidden rows collapsed by the column programs. All are added in an order that depends on nothing:
+same input, same bits.
 
 The functions are used a second time by the launch that also routes (router/kernels.py).
 """
@@ -115,10 +116,10 @@ def column_program(
     if DELAYED:
         value = rounded(tl.sum(tl.load(pre) * new, axis=1), DTYPE)
         tl.store(hidden + few, value.to(DTYPE))
-        tl.store(own + (W - 1), tl.sum(value * value, axis=1))
+        tl.store(sums + D // BD * (R * W) + row * (D // BD) + program, tl.sum(value * value, axis=1))
     if MIXES > 0:
         narrow = tl.reshape(settled(new), (R, S * BD))
-        tl.store(own + (W - 2), tl.sum(narrow * narrow, axis=1))
+        tl.store(own + (W - 1), tl.sum(narrow * narrow, axis=1))
         products = tl.zeros((W, R), tl.float32)
         products = full_product(settled(weights), tl.trans(narrow), products, DTYPE)
         tl.store(
@@ -128,12 +129,10 @@ def column_program(
 
 
 @triton.jit
-def summed(
-    sums, row, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr, MIXES: tl.constexpr, DELAYED: tl.constexpr
-):
+def summed(sums, row, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr, MIXES: tl.constexpr):
     """The partial sums [W] of one row, added over the column programs."""
     column = tl.arange(0, W)
-    written = (column < MIXES) | ((column == W - 2) & (MIXES > 0)) | ((column == W - 1) & DELAYED)
+    written = (column < MIXES) | (column == W - 1)
     total = tl.zeros((SUMMED_AT_ONCE, W), tl.float32)
     for first in tl.static_range(0, G, SUMMED_AT_ONCE):
         program = first + tl.arange(0, SUMMED_AT_ONCE)
@@ -142,6 +141,20 @@ def summed(
             mask=(program < G)[:, None] & written[None, :], other=0.0, cache_modifier=".cg",
         )  # fmt: skip
     return tl.sum(total, axis=0)
+
+
+@triton.jit
+def hidden_inverses(
+    sums, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, W: tl.constexpr, NORM_EPS: tl.constexpr
+):
+    """Inverse root mean squares [R] of the hidden rows of delayed mixing; the same bits in every program."""
+    row = tl.arange(0, R)[:, None]
+    total = tl.zeros((R, SUMMED_AT_ONCE), tl.float32)
+    for first in tl.static_range(0, G, SUMMED_AT_ONCE):
+        program = first + tl.arange(0, SUMMED_AT_ONCE)[None, :]
+        at = sums + G * (R * W) + row * G + program
+        total += tl.load(at, mask=(program < G) & (row >= 0), other=0.0, cache_modifier=".cg")
+    return inverse_rms(tl.sum(total, axis=1), D, NORM_EPS)
 
 
 @triton.jit
@@ -179,9 +192,11 @@ def row_program(
         else:
             for s in tl.static_range(S):
                 read = read + (tl.load(streams + (row * S + s) * D + at, cache_modifier=".cg"),)
-    total = summed(sums, row, G, R, W, MIXES, DELAYED)
-    if not DELAYED:
-        mixes = total * inverse_rms(entry(total, W - 2, W), S * D, NORM_EPS)
+    if DELAYED:
+        each = hidden_inverses(sums, G, R, D, W, NORM_EPS)
+    else:
+        total = summed(sums, row, G, R, W, MIXES)
+        mixes = total * inverse_rms(entry(total, W - 1, W), S * D, NORM_EPS)
         gates = tl.sigmoid(mixes * first + bases) + MIX_EPS
         pre = ()
         for s in tl.static_range(S):
@@ -201,7 +216,7 @@ def row_program(
                 tl.store(hidden + row * D + turn * (NB * B) + inside, value.to(DTYPE))
         kept = kept + (value,)
     if DELAYED:
-        inverse = inverse_rms(entry(total, W - 1, W), D, NORM_EPS)
+        inverse = tl.sum(tl.where(tl.arange(0, R) == row, each, 0.0), axis=0)
     else:
         inverse = inverse_rms(tl.sum(tl.sum(squares, axis=1), axis=0), D, NORM_EPS)
     for turn in tl.static_range(TURNS):
@@ -253,8 +268,8 @@ def scaled_sums(comb, scales, before, S: tl.constexpr, COLUMNS: tl.constexpr, EP
 @triton.jit
 def coefficient_program(
     row, base, scale, coefficients, sums, counters,
-    R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, G: tl.constexpr, W: tl.constexpr, DELAYED: tl.constexpr,
-    NORM_EPS: tl.constexpr, MIX_EPS: tl.constexpr, ITERATIONS: tl.constexpr,
+    R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, G: tl.constexpr, W: tl.constexpr, NORM_EPS: tl.constexpr,
+    MIX_EPS: tl.constexpr, ITERATIONS: tl.constexpr,
 ):  # fmt: skip
     """Waits for all columns; writes one row's pre, post and comb."""
     M: tl.constexpr = (2 + S) * S
@@ -264,13 +279,14 @@ def coefficient_program(
     scales = tl.load(scale + part)
     wait(counters, 0, G)
 
-    total = summed(sums, row, G, R, W, M, DELAYED)
-    mixes = total * inverse_rms(entry(total, W - 2, W), S * D, NORM_EPS) * scales + bases
+    sum_of_row = summed(sums, row, G, R, W, M)
+    mixes = sum_of_row * inverse_rms(entry(sum_of_row, W - 1, W), S * D, NORM_EPS) * scales + bases
     gates = tl.sigmoid(mixes)
     gates = tl.where(column < S, gates + MIX_EPS, 2 * gates)
     tl.store(coefficients + row * M + column, gates, mask=column < 2 * S)
 
-    comb = ()
+    weights = ()
+    whole = ()
     for j in tl.static_range(S):
         raw = ()
         for k in tl.static_range(S):
@@ -278,14 +294,17 @@ def coefficient_program(
         largest = raw[0]
         for k in tl.static_range(1, S):
             largest = tl.maximum(largest, raw[k])
-        weights = ()
+        total = 0.0
         for k in tl.static_range(S):
-            weights = weights + (tl.exp(raw[k] - largest),)
-        whole = weights[0]
-        for k in tl.static_range(1, S):
-            whole += weights[k]
+            weight = tl.exp(raw[k] - largest)
+            total += weight
+            weights = weights + (weight,)
+        whole = whole + (total,)
+    parts = inverses(whole, S)
+    comb = ()
+    for j in tl.static_range(S):
         for k in tl.static_range(S):
-            comb = comb + (weights[k] / whole + MIX_EPS,)
+            comb = comb + (weights[j * S + k] * parts[j] + MIX_EPS,)
     # Dividing comb by its column sums and row sums in turn only ever scales its rows and columns. With u and v the
     # inverse scales, comb[j, k] / (u[j] v[k]) has the row sums (comb / v)[j] / u[j], so that dividing by these plus
     # eps makes u[j] = (comb / v)[j] + eps u[j]; columns alike. The matrix itself stays as it is.
@@ -335,6 +354,6 @@ def boundary(
         if not LAST:
             coefficient_program(
                 program - G - R, base, scale, coefficients, sums, counters,
-                R, D, S, G, W, DELAYED, NORM_EPS, MIX_EPS, ITERATIONS,
+                R, D, S, G, W, NORM_EPS, MIX_EPS, ITERATIONS,
             )  # fmt: skip
             leave(counters, 0, WAITERS)

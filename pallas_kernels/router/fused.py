@@ -157,7 +157,7 @@ def boundary_and_route(
             _array(rows, width, dtype=dtype),
             _array(rows, width, dtype=jnp.float16),
             _array(1, 1, dtype=dtype),
-            _array(programs, rows, fixed["W"]),
+            boundaries.sums(fixed),
             *_outputs(router, rows, counters, tile.gates),
         ],
         aliases={len(given) - 1: 0, len(operands) - 1: 13},

@@ -7,51 +7,82 @@ model, or how the launch is made (fused.py).
     the last of them  adds the slices, scores, choice, weights, and the list of distinct experts
 
 With the boundary, the programs of hyper_connections/kernels.py come first; gate programs have their weights under
-way from the start and wait for the row programs. Everyone waits for smaller numbers only.
+way from the start and wait for the row programs, or with delayed mixing only for the column programs. Everyone waits
+for smaller numbers only.
 """
 
 import triton
 import triton.language as tl
 
 from pallas_kernels.device_barrier import arrive, is_last, leave, wait
-from pallas_kernels.device_numbers import INTERPRETED
-from pallas_kernels.hyper_connections.kernels import coefficient_program, column_program, row_program
+from pallas_kernels.device_numbers import INTERPRETED, rounded
+from pallas_kernels.hyper_connections.kernels import (
+    coefficient_program,
+    column_program,
+    hidden_inverses,
+    row_program,
+)
 
 ROWS_DONE = tl.constexpr(1)  # line of the latch between row programs and gate programs
 GATE_DONE = tl.constexpr(2)  # line of the ticket of the gate programs
 LANES = tl.constexpr(128)  # experts that a warp holds of a row at once: 16 bytes a thread
+MOST_COLUMNS = tl.constexpr(256)  # of one product: every warp holds all of its weights
 SMALLEST = tl.constexpr(-(2**31))
 NOBODY = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
 def gate_program(
-    program, weight, x, logits, route_weight, slot, counters,
+    program, weight, x, norm, sums, logits, route_weight, slot, counters,
     R: tl.constexpr, D: tl.constexpr, E: tl.constexpr, K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr,
-    GATES: tl.constexpr, AWAITED: tl.constexpr,
+    GATES: tl.constexpr, LINE: tl.constexpr, AWAITED: tl.constexpr, DELAYED: tl.constexpr, W: tl.constexpr,
+    NORM_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Partial logits [R, BE] over BK columns, behind `AWAITED` row programs; true in the last of GATES programs.
+    """Partial logits [R, BE] over BK columns; true in the last of GATES programs.
 
+    Waits for `AWAITED` programs at a line if there are any: those that write the rows x, or with delayed mixing those
+    that write the hidden rows, which x then is; these are normed here as row programs do.
     The first one also empties the table of weights and slots, of which `selection` writes what is used.
     """
     SPLITS: tl.constexpr = D // BK
     expert = (program // SPLITS) * BE + tl.arange(0, BE)
     split = program % SPLITS
-    column = split * BK + tl.arange(0, BK)
+    PIECE: tl.constexpr = BK if BK < MOST_COLUMNS else MOST_COLUMNS
+    PIECES: tl.constexpr = BK // PIECE
+    column = split * BK + tl.arange(0, PIECE)
     row = tl.arange(0, R)
-    own = tl.load(weight + expert[:, None] * D + column[None, :], mask=(expert < E)[:, None], other=0.0)
+    own = ()
+    for piece in tl.static_range(PIECES):
+        at = weight + expert[:, None] * D + (column + piece * PIECE)[None, :]
+        own = own + (tl.load(at, mask=(expert < E)[:, None], other=0.0),)
     if program == 0:
         cell = tl.arange(0, R * R * 8)
         tl.store(route_weight + cell, 0.0, mask=cell < R * K * R)
         tl.store(slot + cell, -1, mask=cell < R * K * R)
+    factors = ()
+    if DELAYED:
+        for piece in tl.static_range(PIECES):
+            factors = factors + (tl.load(norm + column + piece * PIECE)[None, :].to(tl.float32),)
     if AWAITED > 0:
-        wait(counters, ROWS_DONE, AWAITED)
-    rows = tl.trans(tl.load(x + row[:, None] * D + column[None, :], cache_modifier=".cg"))
-    exact: tl.constexpr = (weight.dtype.element_ty == tl.bfloat16) and (x.dtype.element_ty == tl.bfloat16)
-    if exact and not INTERPRETED:
-        part = tl.dot(own, rows)
-    else:
-        part = tl.dot(own.to(tl.float32), rows.to(tl.float32), input_precision="ieee")
+        wait(counters, LINE, AWAITED)
+    rows = ()
+    for piece in tl.static_range(PIECES):
+        at = x + row[:, None] * D + (column + piece * PIECE)[None, :]
+        rows = rows + (tl.load(at, cache_modifier=".cg"),)
+    if DELAYED:
+        inverse = hidden_inverses(sums, AWAITED, R, D, W, NORM_EPS)[:, None]
+    DTYPE: tl.constexpr = x.dtype.element_ty
+    exact: tl.constexpr = (weight.dtype.element_ty == tl.bfloat16) and (DTYPE == tl.bfloat16)
+    part = tl.zeros((BE, R), tl.float32)
+    for piece in tl.static_range(PIECES):
+        these = rows[piece]
+        if DELAYED:
+            these = rounded(these.to(tl.float32) * inverse * factors[piece], DTYPE).to(DTYPE)
+        if exact and not INTERPRETED:
+            part = tl.dot(own[piece], tl.trans(these), part)
+        else:
+            wide = own[piece].to(tl.float32)
+            part += tl.dot(wide, tl.trans(these).to(tl.float32), input_precision="ieee")
     at = (split * R + row[None, :]) * E + expert[:, None]
     tl.store(logits + at, part, mask=(expert < E)[:, None] & (row >= 0)[None, :])
     return is_last(counters, GATE_DONE, GATES)
@@ -170,7 +201,10 @@ def route(
 ):  # fmt: skip
     """The router alone; grid ceil(E / BE) * D // BK."""
     GATES: tl.constexpr = (E + BE - 1) // BE * (D // BK)
-    if gate_program(tl.program_id(0), weight, x, logits, route_weight, slot, counters, R, D, E, K, BE, BK, GATES, 0):
+    if gate_program(
+        tl.program_id(0), weight, x, x, logits, logits, route_weight, slot, counters,
+        R, D, E, K, BE, BK, GATES, 0, 0, False, 0, 0.0,
+    ):  # fmt: skip
         selection(
             logits, bias, table, tokens, live, expert_ids, count, route_weight, slot, ids,
             R, E, K, D // BK, HASHED, SCALING, SUM_EPS,
@@ -192,6 +226,10 @@ def boundary_and_route(
     """The boundary in front of a mixture of experts, then its router; grid D // BD + 2 R + ceil(E / BE) * D // BK."""
     G: tl.constexpr = D // BD
     GATES: tl.constexpr = (E + BE - 1) // BE * (D // BK)
+    # With delayed mixing the gate needs no more than the column programs' rows, else the row programs'.
+    LINE: tl.constexpr = 0 if DELAYED else ROWS_DONE
+    AWAITED: tl.constexpr = G if DELAYED else R
+    WAITERS: tl.constexpr = 2 * R + GATES if DELAYED else 2 * R
     program = tl.program_id(0)
     if program < G:
         column_program(
@@ -203,19 +241,23 @@ def boundary_and_route(
             program - G, streams, hidden, base, scale, norm, x, rounded_x, sums, counters,
             R, D, S, G, W, MIXES, DELAYED, False, ROUND, B, NB, NORM_EPS, MIX_EPS,
         )  # fmt: skip
-        arrive(counters, ROWS_DONE)
-        leave(counters, 0, 2 * R)
+        if not DELAYED:
+            arrive(counters, ROWS_DONE)
+        leave(counters, 0, WAITERS)
     elif program < G + 2 * R:
         coefficient_program(
             program - G - R, base, scale, coefficients, sums, counters,
-            R, D, S, G, W, DELAYED, NORM_EPS, MIX_EPS, ITERATIONS,
+            R, D, S, G, W, NORM_EPS, MIX_EPS, ITERATIONS,
         )  # fmt: skip
-        leave(counters, 0, 2 * R)
+        leave(counters, 0, WAITERS)
     else:
         gate = program - G - 2 * R
-        if gate_program(gate, weight, x, logits, route_weight, slot, counters, R, D, E, K, BE, BK, GATES, R):
+        if gate_program(
+            gate, weight, hidden if DELAYED else x, norm, sums, logits, route_weight, slot, counters,
+            R, D, E, K, BE, BK, GATES, LINE, AWAITED, DELAYED, W, NORM_EPS,
+        ):  # fmt: skip
             selection(
                 logits, bias, table, tokens, live, expert_ids, count, route_weight, slot, ids,
                 R, E, K, D // BK, HASHED, SCALING, SUM_EPS,
             )  # fmt: skip
-        leave(counters, ROWS_DONE, GATES)
+        leave(counters, LINE, WAITERS if DELAYED else GATES)
