@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import types
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import v4flash
 import v4flash.cli.decode
 from v4flash.checkpoint.safetensors_file import SafetensorsFile, write_safetensors
 from v4flash.cli import build_parser
+from v4flash.engine import backends
 from v4flash.errors import UsageError
 
 TRAINED_BLOCK, CONTEXT_LIMIT = 3, 512  # of the random checkpoint in conftest.py
@@ -59,6 +61,7 @@ def test_text_and_figures_are_kept_apart(decode, document):
     ):
         assert part in header
     assert reference["schema"] == 1
+    assert reference["settings"]["backend"] == "xla" and reference["settings"]["chunk"] == 32
     assert reference["statistics"]["generated"] == len(reference["token_ids"]) == 24
     assert reference["settings"]["seed"] == 0 and reference["device"]["platform"] == "cpu"
     assert reference["compile"]["cached"], "the second call must find the programs of the first"
@@ -195,7 +198,6 @@ def test_effort_without_its_text_is_refused_before_loading(decode):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--backend", "fused"], "no fused bodies"),
         (["--backend", "triton"], "auto, xla, fused"),
         (["--k", 10], "limit is 9"),
         (["--k", 8, "--rows", 8], "--rows 16"),
@@ -217,6 +219,24 @@ def test_options_that_cannot_be_honoured(decode, arguments, words):
     outcome = decode("--prompt", "x", *arguments)
     assert (outcome.code, outcome.out) == (2, "")
     assert words in outcome.err and "compiling" not in outcome.err
+
+
+def test_fused_launches_need_a_gpu_that_they_are_made_for(decode, monkeypatch):
+    outcome = decode("--prompt", "x", "--backend", "fused")
+    assert (outcome.code, outcome.out) == (4, "")
+    assert "needs an NVIDIA GPU of compute capability 9.0 or 10.3, found cpu" in outcome.err
+    assert "use --backend xla" in outcome.err and "compiling" not in outcome.err
+    gpu = types.SimpleNamespace(device_kind="NVIDIA H200", compute_capability="9.0")
+    monkeypatch.setattr(backends, "current_device", lambda: gpu)
+    outcome = decode("--prompt", "x", "--backend", "fused", "--rows", 16)
+    assert outcome.code == 2 and "rows is 16, but passes of backend fused have 8" in outcome.err
+
+
+def test_header_says_which_backend_and_why():
+    shown = v4flash.cli.decode.shown_backend
+    assert shown("xla", backends.Backend("xla")) == "xla"
+    assert shown("auto", backends.Backend("fused")) == "fused (auto)"
+    assert shown("auto", backends.Backend("xla", "found cpu")) == "xla (auto: found cpu)"
 
 
 def test_drafting_without_a_drafter_is_refused(call, tmp_path, plain_checkpoint):

@@ -111,8 +111,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=whole(2),
         metavar="N",
     )
-    add(running, "--chunk", help="prompt tokens in one pass", default=128, type=whole(1), metavar="N")
-    add(running, "--backend", help="bodies of the operations", default="auto", **one_of(*shared.BACKENDS))
+    add(
+        running,
+        "--chunk",
+        help="prompt tokens in one pass (default: 128; passes of backend fused have 8)",
+        type=whole(1),
+        metavar="N",
+    )
+    shared.add_backend(running)
     shared.add_numbers(running, None)
     shared.add_device(running)
     output = parser.add_argument_group("output")
@@ -125,8 +131,6 @@ def run(options: argparse.Namespace) -> int:
     text = prompt_text(options)
     if any(not stop for stop in options.stop):
         raise UsageError("a stop string is empty; give at least one character, or leave --stop out")
-    if options.backend == "fused":
-        raise UsageError("this build has no fused bodies; use --backend xla or leave the option out")
     path = shared.checkpoint_folder(options.ckpt) if options.ckpt else demo_path()
     messages = Messages(options.quiet)
 
@@ -134,7 +138,7 @@ def run(options: argparse.Namespace) -> int:
 
     device = devices.choose(options.device)
     from v4flash.config import ModelConfig
-    from v4flash.engine import language_model, programs, speculation_file
+    from v4flash.engine import backends, language_model, programs, speculation_file
     from v4flash.speculative.filters import SamplingParams
     from v4flash.text import Tokenizer
 
@@ -172,12 +176,15 @@ def run(options: argparse.Namespace) -> int:
     numerics = language_model.choose_numerics(path, config, options.mode, options.dtype)
     mode = "qat" if numerics.quantise else "exact"
     dtype = numerics.dtype.__name__
-    backend = "xla" if options.backend == "xla" else "xla (auto: this build has no fused bodies)"
+    backend = backends.choose(options.backend, numerics, rows)
+    # The header gives this reason; what only compiling or packing finds out is said when it is known.
+    wanted = backend.name if backend.note and options.backend == "auto" else options.backend
     cache = "off" if options.no_compile_cache else str(programs.cache_folder())
     costs = "by measured costs" if measured.costs_for(device.kind, dtype, rows) else "all, no costs measured"
     depth = f"k auto, up to {k} ({costs})" if adaptive and k else f"k {k}"
     messages.say(
-        f"{path}: {config.family}, {dtype}, {mode} | {device} | backend {backend} | "
+        f"{path}: {config.family}, {dtype}, {mode} | {device} | "
+        f"backend {shown_backend(options.backend, backend)} | "
         f"{depth}, {rows} rows, context {context:,} | compile cache {cache}"
     )
     if device.remark:
@@ -190,9 +197,11 @@ def run(options: argparse.Namespace) -> int:
         chunk=options.chunk,
         mode=options.mode,
         dtype=options.dtype,
+        backend=wanted,
         compile_cache=not options.no_compile_cache,
         speculation=options.speculation,
         progress=messages.progress,
+        note=messages.say,
     )
     generation = model.generate(
         prompt,
@@ -227,7 +236,7 @@ def run(options: argparse.Namespace) -> int:
             cached=model.programs.cached,
             peak=peak,
             device=device.platform,
-            backend="xla",
+            backend=model.backend,
         )
     )
     if options.json:
@@ -248,8 +257,8 @@ def run(options: argparse.Namespace) -> int:
                 "lookup": options.lookup,
                 "rows": rows,
                 "context": context,
-                "chunk": options.chunk,
-                "backend": "xla",
+                "chunk": model.programs.shapes.chunk,
+                "backend": model.backend,
                 "mode": mode,
                 "dtype": dtype,
                 "temperature": options.temperature,
@@ -274,6 +283,13 @@ def run(options: argparse.Namespace) -> int:
     if interrupted:
         raise KeyboardInterrupt
     return 0
+
+
+def shown_backend(wanted: str, backend) -> str:
+    """The backend as the header names it: why `auto` did not choose fused, unless that was asked for."""
+    if wanted != "auto":
+        return backend.name
+    return f"{backend.name} (auto{': ' + backend.note if backend.note else ''})"
 
 
 def stream(generation, printer: Printer | None, messages: Messages) -> bool:

@@ -100,6 +100,17 @@ def add_numbers(parser: argparse.ArgumentParser, dtype: str | None) -> None:
     add(parser, "--dtype", help=f"type of activations and caches{chosen}", default=dtype, **one_of(*DTYPES))
 
 
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    """--backend."""
+    add(
+        parser,
+        "--backend",
+        help="xla: plain JAX; fused: hand-fused launches on packed weights; auto: fused where it can run",
+        default="auto",
+        **one_of(*BACKENDS),
+    )
+
+
 def add_device(parser: argparse.ArgumentParser) -> None:
     """--device and --no-compile-cache."""
     add(parser, "--device", help="where to run (default: what JAX finds)", **one_of(*DEVICES))

@@ -6,14 +6,15 @@ know: when that is called for. Nothing here is compiled or run before something 
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
-import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from v4flash.checkpoint.names import name_template
 from v4flash.config import ModelConfig
+from v4flash.engine.backends import WeightForm
 from v4flash.engine.visible_state import visible_state, without_stale_rows
 from v4flash.speculative.filters import has_usable_logits
 from v4flash.state import DecodeState
@@ -45,14 +46,18 @@ class Fault:
 
 
 class Diagnosis:
-    """Runs passes of one model again and says what they stumbled over."""
+    """Runs passes of one model again and says what they stumbled over.
 
-    def __init__(self, graphdef: nnx.GraphDef, config: ModelConfig):
-        self._config = config
+    Fused launches keep nothing between them that could be looked at, so their passes run again on their definitions,
+    over the same packed weights.
+    """
 
-        def watched(params: nnx.State, decode: DecodeState, tokens: jax.Array, count: jax.Array):
+    def __init__(self, form: WeightForm, config: ModelConfig):
+        self._form, self._config = form, config
+
+        def watched(params: Any, decode: DecodeState, tokens: jax.Array, count: jax.Array):
             """The written state, and whether each row is finite after embedding, every layer, and head."""
-            backbone = nnx.merge(graphdef, params).backbone
+            backbone = form.plain_model(params).backbone
             trunk, written = backbone.trunk(tokens, decode, count, keep_streams=True)
             streams = jnp.stack([backbone.embedded(tokens), *trunk.streams])
             finite = jnp.all(jnp.isfinite(streams), axis=(2, 3))
@@ -63,7 +68,7 @@ class Diagnosis:
         self._watched = jax.jit(watched)
 
     def of_pass(
-        self, params: nnx.State, decode: DecodeState, tokens: Sequence[int], rows: int
+        self, params: Any, decode: DecodeState, tokens: Sequence[int], rows: int
     ) -> tuple[DecodeState, Fault | None]:
         """Runs `tokens` (at most `rows`) behind `decode`: the state behind them, and what went wrong if anything."""
         # A masked row still enters a product with weight zero, and zero times NaN is NaN.
@@ -77,9 +82,7 @@ class Diagnosis:
         position = int(decode.length) + int(np.argmin(finite[stage]))
         return written, self._fault(params, decode, stage, position)
 
-    def of_text(
-        self, params: nnx.State, empty: DecodeState, tokens: Sequence[int], chunk: int
-    ) -> Fault | None:
+    def of_text(self, params: Any, empty: DecodeState, tokens: Sequence[int], chunk: int) -> Fault | None:
         """Runs `tokens` from an empty state in chunks until something goes wrong."""
         decode = empty
         for start in range(0, len(tokens), chunk):
@@ -88,7 +91,7 @@ class Diagnosis:
                 return fault
         return None
 
-    def _fault(self, params: nnx.State, decode: DecodeState, stage: int, position: int) -> Fault:
+    def _fault(self, params: Any, decode: DecodeState, stage: int, position: int) -> Fault:
         layers = self._config.num_hidden_layers
         if stage == 0:
             name, roots = EMBEDDING, [("embed",)]
@@ -96,9 +99,9 @@ class Diagnosis:
             name, roots = HEAD, [("hc_head",), ("norm",), ("head",)]
         else:
             name, roots = f"layer {stage - 1}", [("layers", stage - 1)]
-        for path, variable in nnx.to_flat_state(params):
+        for path, values in self._form.tensors(params):
             inside = any(path[: len(root) + 1] == ("backbone", *root) for root in roots)
-            if inside and not _is_finite(variable.get_value()):
+            if inside and not _is_finite(values):
                 tensor = name_template(path, self._config.family)
                 return Fault(
                     position, name, tensor, "compare the checkpoint with its source (`v4flash inspect`)"

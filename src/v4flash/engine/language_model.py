@@ -9,6 +9,7 @@ token steps. Does not know: the terminal.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from v4flash.checkpoint.loading import LoadedModel
-from v4flash.checkpoint.loading import load as load_checkpoint
 from v4flash.config import ModelConfig
-from v4flash.engine import programs, speculation_file
+from v4flash.engine import backends, opening, programs, speculation_file
+from v4flash.engine.backends import Backend
 from v4flash.engine.session import Session, TokenStep
 from v4flash.engine.statistics import Statistics
 from v4flash.errors import CheckpointError, UsageError
@@ -32,10 +33,11 @@ from v4flash.speculative.stream import Control
 from v4flash.text import ChatEncoding, ReasoningSplitter, StopMatcher, StreamDecoder, Tokenizer
 from v4flash.text.chat import conversation, encode_segments, segments_text
 
-DEFAULT_ROWS, DEFAULT_CHUNK, DEFAULT_CONTEXT = 8, 128, 4096
+DEFAULT_ROWS, DEFAULT_CONTEXT = 8, 4096
 DECODE_AT_LOAD_BYTES = 1 << 30
 DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
 RULES = ("block", "token")
+_PLAIN = Backend(backends.XLA)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,13 +114,19 @@ class Generation:
 
 
 class LanguageModel:
-    """A loaded checkpoint with its pinned programs."""
+    """A loaded checkpoint with its pinned programs.
+
+    Attributes:
+      params: the weights as the programs take them: an nnx.State of `graphdef`, or with backend 'fused' a
+        PackedModel (graphdef is then None). `programs.model(params)` is the model in either case.
+      backend, backend_note: 'xla' or 'fused', and what a person should know about that choice, or None.
+    """
 
     def __init__(
         self,
         loaded: LoadedModel,
-        shapes: programs.Shapes,
-        cache: Path | None,
+        pinned: programs.Programs,
+        backend: Backend = _PLAIN,
         speculation: speculation_file.SpeculationFile | None = None,
     ):
         self.config = loaded.config
@@ -126,9 +134,8 @@ class LanguageModel:
         self.path = loaded.path
         self.params = loaded.params
         self.graphdef = loaded.graphdef
-        self.programs = programs.build(
-            loaded.graphdef, loaded.params, loaded.config, loaded.numerics, shapes, cache
-        )
+        self.programs = pinned
+        self.backend, self.backend_note = backend.name, backend.note
         self.speculation = speculation or speculation_file.SpeculationFile()
         has_tokenizer = (loaded.path / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.from_dir(loaded.path) if has_tokenizer else None
@@ -381,13 +388,15 @@ def load(
     *,
     context: int | None = None,
     rows: int = DEFAULT_ROWS,
-    chunk: int = DEFAULT_CHUNK,
+    chunk: int | None = None,
     mode: str | None = None,
     dtype: str | None = None,
+    backend: str = backends.AUTO,
     drafter: bool = True,
     compile_cache: bool = True,
     speculation: str | Path | None = None,
     progress: Callable[[str], Any] | None = None,
+    note: Callable[[str], Any] | None = None,
 ) -> LanguageModel:
     """Loads a checkpoint folder (published safetensors or a converted one) and pins its programs.
 
@@ -395,27 +404,45 @@ def load(
       path: the folder.
       context: positions kept; by default 4,096 or the checkpoint's own limit if that is smaller.
       rows: rows of a verifying pass; k goes up to rows - 1, and to 9 at most.
-      chunk: rows of a prefill pass.
+      chunk: rows of a prefill pass, by default 128; passes of backend 'fused' have 8.
       mode: 'exact' or 'qat' (simulated quantisation); by default what the checkpoint asks for.
       dtype: 'float32' or 'bfloat16'; by default float32 on a CPU and bfloat16 elsewhere.
+      backend: 'xla', plain modules; 'fused', hand-fused launches on weights that are packed after loading, layer by
+        layer: the most memory in use is that of the checkpoint plus about three times its largest layer's; 'auto',
+        fused where device, packages and checkpoint allow it.
       drafter: False leaves the drafter out (k = 0 only).
       compile_cache: keep compiled programs on disk.
       speculation: file of `v4flash advise --out`; by default speculation.json in the folder, if there is one.
       progress: called with a sentence at the start of each phase.
+      note: called with a sentence where 'auto' did not choose fused, or a fused run differs from what was asked for;
+        by default a Python warning, but none on a CPU, where nobody expects fused launches.
+
+    Raises CapacityError where backend 'fused' is asked for and cannot run, saying why.
     """
     say = progress or (lambda sentence: None)
-    config = ModelConfig.from_file(path)
-    numerics = choose_numerics(Path(path), config, mode, dtype)
-    context = min(context or DEFAULT_CONTEXT, config.max_position_embeddings)
-    if rows < 2 or chunk < 1 or context < 2:
-        raise UsageError(f"rows {rows}, chunk {chunk}, context {context}: expected at least 2, 1 and 2")
     path = Path(path)
+    config = ModelConfig.from_file(path)
+    numerics = choose_numerics(path, config, mode, dtype)
+    context = min(context or DEFAULT_CONTEXT, config.max_position_embeddings)
+    if rows < 2 or (chunk is not None and chunk < 1) or context < 2:
+        raise UsageError(f"rows {rows}, chunk {chunk}, context {context}: expected at least 2, 1 and 2")
     measured = speculation_file.read(Path(speculation)) if speculation else speculation_file.beside(path)
-    say(f"loading {path}")
-    loaded = load_checkpoint(path, numerics, drafter=drafter)
-    say("compiling")
     cache = programs.cache_folder() if compile_cache else None
-    return LanguageModel(loaded, programs.Shapes(rows, chunk, context), cache, measured)
+    loaded, pinned, chosen = opening.open_checkpoint(
+        path,
+        numerics,
+        backend=backend,
+        rows=rows,
+        chunk=chunk,
+        context=context,
+        drafter=drafter,
+        cache=cache,
+        say=say,
+    )
+    if chosen.note:
+        tell = note or (warnings.warn if jax.default_backend() != "cpu" else say)
+        tell(f"backend {chosen.name}: {chosen.note}")
+    return LanguageModel(loaded, pinned, chosen, measured)
 
 
 def choose_numerics(path: Path, config: ModelConfig, mode: str | None, dtype: str | None) -> Numerics:

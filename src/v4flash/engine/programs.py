@@ -4,7 +4,7 @@ Knows: ahead-of-time compilation with donated state, and the on-disk cache of ex
 prompts, text, or when to stop. Weights are arguments of the programs, never constants inside them.
 
 A cached executable is found by a key of everything that could change it: versions, device, processor,
-configuration, number types, shapes, flags, and the source text of every file it is made from.
+configuration, backend, number types, shapes, flags, and the source text of every file it is made from.
 """
 
 import dataclasses
@@ -30,7 +30,9 @@ from jax.experimental import serialize_executable
 import pallas_kernels
 import v4flash
 from v4flash.config import ModelConfig
+from v4flash.engine.backends import WeightForm, module_form, no_fused_body, packed_form, refusals
 from v4flash.engine.diagnosis import Diagnosis
+from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.numerics import Numerics
 from v4flash.speculative.depth import DepthPolicy
 from v4flash.speculative.filters import SamplingParams
@@ -67,6 +69,7 @@ class Programs:
       seconds: time spent compiling or loading them.
       cached: whether both came from the cache.
       diagnosis: what to ask when logits are not finite; compiled only then.
+      model: (params) -> the model that the programs run, for other functions of the same params.
     """
 
     shapes: Shapes
@@ -76,6 +79,7 @@ class Programs:
     seconds: float
     cached: bool
     diagnosis: Diagnosis
+    model: Callable
 
 
 def new_state(config: ModelConfig, numerics: Numerics, shapes: Shapes) -> DecodeState:
@@ -130,14 +134,35 @@ def new_stream(
 
 
 def build(
-    graphdef: nnx.GraphDef,
-    params: nnx.State,
+    graphdef: nnx.GraphDef | None,
+    params: Any,
     config: ModelConfig,
     numerics: Numerics,
     shapes: Shapes,
     cache: Path | None,
+    *,
+    bodies: type[ReferenceBodies] | None = None,
 ) -> Programs:
-    """Compiles both programs, or loads them from `cache` (a folder; None switches the cache off)."""
+    """Compiles both programs, or loads them from `cache` (a folder; None switches the cache off).
+
+    Args:
+      graphdef, params: the modules and their weights, arrays or ShapeDtypeStructs.
+      bodies: run these bodies of the operations instead; params is then a PackedModel, and graphdef None.
+
+    Raises NoFusedBody where `bodies` do not take the shapes of this configuration.
+    """
+    form = packed_form(config, numerics, bodies) if bodies else module_form(graphdef)
+    try:
+        return _built(form, params, config, numerics, shapes, cache)
+    except refusals() as error:
+        if bodies is None:
+            raise
+        raise no_fused_body(error) from error
+
+
+def _built(
+    form: WeightForm, params: Any, config: ModelConfig, numerics: Numerics, shapes: Shapes, cache: Path | None
+) -> Programs:
     started = time.perf_counter()
     scalar = jnp.zeros((), jnp.int32)
     control = make_control(0, 0, SamplingParams.make(), jnp.zeros((2,), jnp.uint32), ())
@@ -149,17 +174,17 @@ def build(
     limit = draft_limit(shapes.rows) if config.draft else 0
 
     def run_prefill(params, decode, tokens, count, control):
-        return prefill(nnx.merge(graphdef, params), decode, tokens, count, control)
+        return prefill(form.model(params), decode, tokens, count, control)
 
     def run_step(params, stream, control):
-        return speculative_step(nnx.merge(graphdef, params), stream, control, shapes.rows)
+        return speculative_step(form.model(params), stream, control, shapes.rows)
 
     result = StepResult(*[scalar] * len(dataclasses.fields(StepResult)))
     jobs = {
         "prefill": (run_prefill, (params, decode, tokens, scalar, control), 1, (decode, scalar, scalar)),
         "step": (run_step, (params, stream, control), 1, (stream, result)),
     }
-    facts = (repr(config), repr(numerics), repr(shapes))
+    facts = (*form.facts, repr(config), repr(numerics), repr(shapes))
     compiled = {
         name: executable(name, function, arguments, outputs, donated, facts, cache)
         for name, (function, arguments, donated, outputs) in jobs.items()
@@ -173,7 +198,8 @@ def build(
         draft_limit=limit,
         seconds=seconds,
         cached=prefill_run[1] and step_run[1],
-        diagnosis=Diagnosis(graphdef, config),
+        diagnosis=Diagnosis(form, config),
+        model=form.model,
     )
 
 

@@ -10,6 +10,7 @@ bits of a packed matrix (`pallas_kernels.tiles`), or how operations follow each 
 
 import dataclasses
 
+import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 
@@ -160,9 +161,22 @@ def pack_layer(config: ModelConfig, layer: LayerConfig, module: Layer) -> Packed
     )
 
 
-def pack_model(model: Model) -> PackedModel:
-    """Packs a model whose weights are in their published payload (`Numerics.packed`)."""
+def pack_model(model: Model, *, drain: bool = False) -> PackedModel:
+    """Packs a model whose weights are in their published payload (`Numerics.packed`), on the device they lie on.
+
+    With `drain` the model gives up its layers as they are packed, and is of no use afterwards: embedding, head and
+    n-gram memories are handed over as they are, a packed layer is as large as the loaded one (padding aside), and no
+    more than one layer exists twice. If nothing else holds the weights, the most memory in use is that of the loaded
+    model plus about three times that of its largest layer, most of which is room for shuffling its experts' bits.
+
+    Raises ValueError, naming the tensor, for a scale that packed tiles cannot hold.
+    """
     config, backbone = model.config, model.backbone
+    layers, stages = list(backbone.layers), list(model.drafter.stages) if model.drafter else []
+    if drain:
+        backbone.layers = nnx.List([])
+        if model.drafter:
+            model.drafter.stages = nnx.List([])
     floats = {"norm": backbone.norm.weight[...]}
     if backbone.hc_head is not None:
         floats |= _hyper("hc_head", backbone.hc_head)
@@ -171,14 +185,28 @@ def pack_model(model: Model) -> PackedModel:
         head=backbone.head[...],
         floats=Arena.pack(floats, jnp.float32),
         token_map=None if backbone.token_map is None else backbone.token_map[...],
-        engrams={m.layer.index: m.engram for m in backbone.layers if m.engram is not None},
-        layers=tuple(pack_layer(config, m.layer, m) for m in backbone.layers),
+        engrams={module.layer.index: module.engram for module in layers if module.engram is not None},
+        layers=(),
         stages=(),
     )
-    return packed if model.drafter is None else _with_drafter(packed, config, list(model.drafter.stages))
+    if stages:
+        packed = _with_drafter(packed, config, stages)
+    return dataclasses.replace(packed, layers=_emptied(config, layers), stages=_emptied(config, stages))
+
+
+def _emptied(config: ModelConfig, modules: list[Layer]) -> tuple[PackedLayer, ...]:
+    """Packs the modules one by one, taking each out of the list."""
+    packed = []
+    while modules:
+        packed.append(pack_layer(config, modules[0].layer, modules[0]))
+        if not isinstance(packed[-1].words.data, jax.core.Tracer):
+            jax.block_until_ready(packed[-1])  # or work in flight would keep more layers alive
+        del modules[0]
+    return tuple(packed)
 
 
 def _with_drafter(packed: PackedModel, config: ModelConfig, stages: list[DraftStage]) -> PackedModel:
+    """With everything of the drafter but its stages."""
     first, last = stages[0], stages[-1]
     floats = {
         "main_norm": first.main_norm.weight[...],
@@ -190,7 +218,6 @@ def _with_drafter(packed: PackedModel, config: ModelConfig, stages: list[DraftSt
     taps = pack_fp8([_published(first.main_proj)], config.weight_block_size, "main_proj")
     return dataclasses.replace(
         packed,
-        stages=tuple(pack_layer(config, stage.layer, stage) for stage in stages),
         tap_words=Arena.pack(_named("taps", taps), jnp.int32),
         draft_floats=Arena.pack(floats, jnp.float32),
         markov_embed=last.markov_head.embed[...],
