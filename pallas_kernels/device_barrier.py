@@ -20,8 +20,8 @@ Rules that make this work inside a captured graph that is replayed:
   resident at once: grid <= processors times programs per processor, and nothing else on the GPU that never ends.
 * A wait gives up after `MOST_POLLS` polls (a few seconds). Results are then wrong, but the GPU does not hang.
 
-In Triton's interpreter programs run one after another, in the order of their numbers. Latches to smaller numbers and
-tickets work there as they are; a kernel with a barrier runs its phases as an outer grid axis instead.
+In Triton's interpreter programs run one after another, in the order of their numbers, and nobody waits. Latches to
+smaller numbers and tickets work there as they are; a kernel with a barrier runs its phases as an outer grid axis.
 
 The counting is that of CUDA's cooperative groups (a barrier that flips a sign bit), in our own words.
 """

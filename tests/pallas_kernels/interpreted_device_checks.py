@@ -67,9 +67,8 @@ def test_exactly_one_program_is_the_last_and_the_ticket_is_left_at_zero(programs
 
 
 @pytest.mark.parametrize("programs", [1, 2, 7, 132])
-def test_a_barrier_flips_one_bit_and_gives_up_in_the_end(programs, monkeypatch):
-    """One program after another: every one but the last waits in vain, and none of them for ever."""
-    monkeypatch.setattr(device_barrier, "MOST_POLLS", tl.constexpr(2))
+def test_a_barrier_flips_one_bit(programs):
+    """Programs run one after another here and do not wait; what they count is the same."""
     counters = device_barrier.counters(1)
     for expected in (-(2**31), 0) if programs > 1 else (0, 0):
         (counters,) = launch.call(
