@@ -16,13 +16,12 @@ from pallas_kernels.device_numbers import (
     SMALLEST_NORMAL,
     round_e4m3,
     rounded,
+    settled,
 )
 
 E2M1_MAX = tl.constexpr(6.0)
 INDEX_FLOOR = tl.constexpr(6 * 2.0**-126)
 ENTRY_SCALE_FLOOR = tl.constexpr(6 * 2.0**-9)
-# Adding and taking away 1.5 * 2^23 leaves the nearest integer, ties to even, of a small float32.
-INTEGER_MAGIC = tl.constexpr(12582912.0)
 
 
 @triton.jit
@@ -86,32 +85,45 @@ def turned(x, cosine, sine, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def chunked(rows, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
+    """Column numbers [1, C, CHUNK] and row numbers [M, 1, 1] for loads of [M, C, CHUNK], to be reshaped to [M, N].
+
+    Loaded in this form whole rows lie in single warps, so that what belongs to a row is held by few threads and
+    sums over it need no shared memory. Triton would spread a wide row over all warps.
+    """
+    first = tl.arange(0, COLUMNS // CHUNK)[None, :, None] * CHUNK
+    return first + tl.arange(0, CHUNK)[None, None, :], rows[:, None, None]
+
+
+@triton.jit
 def query_tile(
-    pointer, table_ptr, rows, heads, dtype: tl.constexpr, Q: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
-    ROPE: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+    pointer, table_ptr, first_row, members, dtype: tl.constexpr, Q: tl.constexpr, R: tl.constexpr,
+    ROWS: tl.constexpr, TOTAL: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr,
+    EPS: tl.constexpr, NORM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """Query heads [M, N] of product Q (splits, columns, first column), normed, rotated, as kept in `dtype`.
 
-    Head heads[m] of row rows[m], both int32 [M]; table row rows[m] turns it. The partner of a rotated column is
-    loaded a second time: behind a join, which `turned` ends with, Triton gives a product's operand a layout that
-    cannot be fed while further keys load.
+    Row m holds head `members[m] % TOTAL` of row first_row + members[m] // TOTAL, which lies among ROWS rows from
+    first_row on; table rows of the same numbers turn them. The result is settled: a product's operand made from it
+    takes one trip through shared memory, and no load is repeated in the operand's layout.
     """
-    column = tl.arange(0, N)[None, :]
-    offsets = (rows * Q[1] + Q[2] + heads * WIDTH)[:, None]
-    turning = tl.broadcast_to((column >= WIDTH - ROPE) & (column < WIDTH), (M, N))
-    x = partial_sum(pointer, offsets + column, tl.broadcast_to(column < WIDTH, (M, N)), Q[0], R * Q[1])
-    partner = partial_sum(pointer, offsets + (column ^ 1), turning, Q[0], R * Q[1])
-    x = rounded(x, dtype)
-    partner = rounded(partner, dtype)
+    CHUNK: tl.constexpr = N if N < 128 else 128
+    column, member = chunked(members, CHUNK, N)
+    offsets = (first_row + member // TOTAL) * Q[1] + Q[2] + member % TOTAL * WIDTH + column
+    inside = tl.broadcast_to(column < WIDTH, (M, N // CHUNK, CHUNK))
+    x = tl.reshape(partial_sum(pointer, offsets, inside, Q[0], R * Q[1]), (M, N))
+    cosine, sine = turn_factors(table_ptr, first_row, WIDTH, ROPE, N)
+    cosine = tl.broadcast_to(cosine[None, :], (M, N // 2))
+    sine = tl.broadcast_to(sine[None, :], (M, N // 2))
+    for other in tl.static_range(1, ROWS):
+        own = (members // TOTAL == other)[:, None]
+        more_cosine, more_sine = turn_factors(table_ptr, first_row + other, WIDTH, ROPE, N)
+        cosine = tl.where(own, more_cosine[None, :], cosine)
+        sine = tl.where(own, more_sine[None, :], sine)
+    x = rounded(settled(x), dtype)
     if NORM:
-        scale = row_inverse_rms(x, WIDTH, EPS)
-        x = rounded(x * scale, dtype)
-        partner = rounded(partner * scale, dtype)
-    factors = table_ptr + (rows * ROPE)[:, None] + (column - (WIDTH - ROPE)) // 2
-    cosine = tl.load(factors, mask=turning, other=1.0)
-    sine = tl.load(factors + ROPE // 2, mask=turning, other=0.0)
-    sine = tl.where(column % 2 == 0, -sine, sine)
-    return rounded(x * cosine + partner * sine, dtype)
+        x = rounded(x * row_inverse_rms(x, WIDTH, EPS), dtype)
+    return settled(rounded(turned(x, cosine, sine, M, N), dtype))
 
 
 @triton.jit
@@ -123,12 +135,13 @@ def power_of_two_at_least(x):
 
 @triton.jit
 def round_e2m1(x):
-    """Nearest E2M1 value (ties to even), saturating at 6."""
-    size = tl.minimum(tl.abs(x), E2M1_MAX)
-    step = tl.where(size < 2.0, 0.5, tl.where(size < 4.0, 1.0, 2.0))
-    inverse = tl.where(size < 2.0, 2.0, tl.where(size < 4.0, 1.0, 0.5))
-    size = ((size * inverse + INTEGER_MAGIC) - INTEGER_MAGIC) * step
-    return tl.where(x < 0, -size, size)
+    """Nearest E2M1 value (ties to even) of x, which a last bit at most carries above 6.
+
+    Adding and removing a number whose last bit is one step of E2M1 rounds to that step.
+    """
+    power = (x.to(tl.uint32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True)
+    anchor = tl.maximum(power, 1.0) * 6291456.0  # 1.5 * 2^23 steps of half the power of two
+    return (x + anchor) - anchor
 
 
 @triton.jit
@@ -160,14 +173,28 @@ def fp4_entry_round_trip(x, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexp
     blocks, largest = blocks_and_largest(x, ENTRY_SCALE_FLOOR, GROUP, M, N)
     scale = round_e4m3(tl.div_rn(largest, tl.full(largest.shape, E2M1_MAX, tl.float32)))
     quotient = tl.div_rn(blocks, tl.broadcast_to(scale, blocks.shape))
+    quotient = tl.minimum(tl.maximum(quotient, -E2M1_MAX), E2M1_MAX)
     return tl.reshape(round_e2m1(quotient) * scale, (M, N))
 
 
 @triton.jit
-def hadamard_signs_of(row, column):
-    """Elements (row, column), numbers below 256, of the Sylvester Hadamard matrix of +1 and -1, in float32."""
-    common = row & column
-    common = common ^ (common >> 4)
-    common = common ^ (common >> 2)
-    common = common ^ (common >> 1)
-    return (1 - 2 * (common & 1)).to(tl.float32)
+def _parity_as_sign(x):
+    """The sign bit of a bfloat16, int16, set where x below 256 has an odd number of ones."""
+    x = x ^ (x >> 4)
+    x = x ^ (x >> 2)
+    x = x ^ (x >> 1)
+    return (x << 15).to(tl.int16)
+
+
+@triton.jit
+def hadamard_signs(SIZE: tl.constexpr):
+    """The Sylvester Hadamard matrix [SIZE, SIZE] of +1 and -1 in bfloat16, SIZE from 8 to 256.
+
+    Signs of the upper and lower bits of a column multiply; each is found for few columns only.
+    """
+    row = tl.arange(0, SIZE)[:, None]
+    upper = _parity_as_sign(row & (tl.arange(0, SIZE // 8)[None, :] * 8))
+    lower = _parity_as_sign(row & tl.arange(0, 8)[None, :])
+    one = tl.full((1, 1, 1), 0x3F80, tl.int16)
+    signs = tl.reshape((upper[:, :, None] ^ lower[:, None, :]) ^ one, (SIZE, SIZE))
+    return signs.to(tl.bfloat16, bitcast=True)

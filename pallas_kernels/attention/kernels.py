@@ -19,7 +19,16 @@ from pallas_kernels import launch, tuning
 from pallas_kernels.attention.reference import Block, Chosen, FarKeys, Visible
 from pallas_kernels.attention.specs import AttentionSpec
 from pallas_kernels.device_barrier import LINE, LINE_WORDS, is_last
-from pallas_kernels.device_tiles import cast, loop_bound, product, query_tile, rounded, turn_factors, turned
+from pallas_kernels.device_tiles import (
+    cast,
+    chunked,
+    loop_bound,
+    product,
+    query_tile,
+    rounded,
+    turn_factors,
+    turned,
+)
 from pallas_kernels.rows import Columns
 
 NAMES = {type(None): "none", Chosen: "chosen", Visible: "visible", Block: "block"}
@@ -30,47 +39,54 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def key_slots(ids_ptr, row, tile, near_tiles, near, far, start, KEYS: tl.constexpr, RING: tl.constexpr,
               IDS: tl.constexpr, TILE: tl.constexpr):  # fmt: skip
-    """Where the keys of one tile lie: rows [TILE] of the ring for near tiles, of the far array behind them."""
+    """Where the keys of one tile lie: rows [TILE] of the ring for near tiles, of the far array behind them.
+
+    `start` is the slot of the first near key; the ring is longer than the window, so it is passed once at most. A
+    tile's places behind the last key repeat it: what is loaded is always a key, and no load needs a mask.
+    """
     is_near = tile < near_tiles
     place = tl.where(is_near, tile, tile - near_tiles) * TILE + tl.arange(0, TILE)
+    place = tl.maximum(tl.minimum(place, tl.where(is_near, near, far) - 1), 0)
+    ring = start + place
+    slot = place
     if KEYS == "chosen":
-        wanted = (place < far) & (tile >= near_tiles)
-        slot = tl.load(ids_ptr + row * IDS + place, mask=wanted, other=0)
-    else:
-        slot = place
-    return tl.where(is_near, (start + place) % RING, slot)
+        slot = tl.load(ids_ptr + row * IDS + tl.minimum(place, IDS - 1))
+    return tl.where(is_near, tl.where(ring >= RING, ring - RING, ring), slot)
 
 
 @triton.jit
-def finish(total, denominator, out_ptr, table_ptr, row, heads, columns, dtype: tl.constexpr,
+def finish(output, out_ptr, table_ptr, row, heads, columns, dtype: tl.constexpr,
            H: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr,
            PADDED: tl.constexpr):  # fmt: skip
-    """Divides, rotates back and stores one row's block of heads."""
+    """Rotates back and stores one row's block of heads [BLOCK, PADDED]."""
     cosine, sine = turn_factors(table_ptr, row, WIDTH, ROPE, PADDED)
-    output = rounded(total / denominator[:, None], dtype)
-    output = turned(output, cosine[None, :], -sine[None, :], BLOCK, PADDED)
+    output = turned(rounded(output, dtype), cosine[None, :], -sine[None, :], BLOCK, PADDED)
     places = (row * H + heads)[:, None] * WIDTH + columns[None, :]
     tl.store(out_ptr + places, cast(output, dtype), mask=(columns < WIDTH)[None, :])
 
 
 @triton.jit
-def combine(sums_ptr, peaks_ptr, sink, out_ptr, table_ptr, row, heads, columns, dtype: tl.constexpr,
+def combine(sums_ptr, peaks_ptr, sink_ptr, out_ptr, table_ptr, row, heads, columns, dtype: tl.constexpr,
             SPLITS: tl.constexpr, R: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr,
             BLOCK: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
     """Adds the parts of one row's block of heads in their order, and finishes it."""
+    CHUNK: tl.constexpr = PADDED if PADDED < 128 else 128
+    column, head = chunked(heads, CHUNK, PADDED)
+    sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2_E
     peak = sink
     for part in tl.static_range(SPLITS):
-        places = ((part * R + row) * H + heads) * 2
+        places = ((part * R + row) * H + head) * 2
         peak = tl.maximum(peak, tl.load(peaks_ptr + places, cache_modifier=".cg"))
     denominator = tl.exp2(sink - peak)
-    total = tl.zeros((BLOCK, PADDED), tl.float32)
-    for part in range(SPLITS):
-        places = (part * R + row) * H + heads
+    total = tl.zeros((BLOCK, PADDED // CHUNK, CHUNK), tl.float32)
+    # Unrolled, so that the loads of all parts are under way together.
+    for part in tl.static_range(SPLITS):
+        places = (part * R + row) * H + head
         share = tl.exp2(tl.load(peaks_ptr + places * 2, cache_modifier=".cg") - peak)
         denominator += share * tl.load(peaks_ptr + places * 2 + 1, cache_modifier=".cg")
-        sums = tl.load(sums_ptr + places[:, None] * PADDED + columns[None, :], cache_modifier=".cg")
-        total += share[:, None] * sums
-    finish(total, denominator, out_ptr, table_ptr, row, heads, columns, dtype, H, WIDTH, ROPE, BLOCK, PADDED)
+        total += share * tl.load(sums_ptr + places * PADDED + column, cache_modifier=".cg")
+    output = tl.reshape(total * (1.0 / denominator), (BLOCK, PADDED))
+    finish(output, out_ptr, table_ptr, row, heads, columns, dtype, H, WIDTH, ROPE, BLOCK, PADDED)
 
 
 @triton.jit
@@ -89,6 +105,8 @@ def attention_core(
     row = tl.program_id(2)
     heads = group * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, PADDED)
+    q = query_tile(q_ptr, table_ptr, row, heads, dtype, Q, R, 1, H, WIDTH, ROPE, EPS, NORM, BLOCK, PADDED)
+    q = cast(q, dtype)
     length = tl.load(length_ptr)
     count = tl.load(count_ptr)
 
@@ -111,18 +129,15 @@ def attention_core(
         far = 0
     near = tl.where(row < count, tl.maximum(near, 0), 0)
     far = tl.where(row < count, far, 0)
+    start = start % RING
     near_tiles = tl.cdiv(near, TILE)
     tiles = near_tiles + tl.cdiv(far, TILE)
     first = part * tiles // SPLITS
     end = (part + 1) * tiles // SPLITS
 
     sink = tl.load(sink_ptr + heads).to(tl.float32) * LOG2_E
-    q = query_tile(
-        q_ptr, table_ptr, row + heads * 0, heads, dtype, Q, R, WIDTH, ROPE, EPS, NORM, BLOCK, PADDED
-    )
-    q = cast(q, dtype)
     peak = sink
-    denominator = tl.zeros((BLOCK,), tl.float32)
+    shares = tl.zeros((BLOCK, TILE), tl.float32)
     total = tl.zeros((BLOCK, PADDED), tl.float32)
     # One tile ahead, so that the keys' loads wait for no load of their own turn.
     slots = key_slots(ids_ptr, row, first, near_tiles, near, far, start, KEYS, RING, IDS, TILE)
@@ -131,25 +146,26 @@ def attention_core(
         place = tl.where(is_near, tile, tile - near_tiles) * TILE + tl.arange(0, TILE)
         exists = place < tl.where(is_near, near, far)
         source = tl.where(is_near, ring_ptr, far_ptr)
-        keys = tl.load(
-            source + slots[:, None] * WIDTH + columns[None, :],
-            mask=exists[:, None] & (columns < WIDTH)[None, :], other=0.0,
-        )  # fmt: skip
+        places = source + slots[:, None] * WIDTH + columns[None, :]
+        if WIDTH == PADDED:
+            keys = tl.load(places)
+        else:
+            keys = tl.load(places, mask=(columns < WIDTH)[None, :], other=0.0)
         slots = key_slots(ids_ptr, row, tile + 1, near_tiles, near, far, start, KEYS, RING, IDS, TILE)
         scores = product(q, tl.trans(keys)) * SCALE
         scores = tl.where(exists[None, :], scores, -float("inf"))
         raised = tl.maximum(peak, tl.max(scores, axis=1))
         shrink = tl.exp2(peak - raised)
         weights = tl.exp2(scores - raised[:, None])
-        denominator = denominator * shrink + tl.sum(weights, axis=1)
+        shares = shares * shrink[:, None] + weights
         total = total * shrink[:, None] + product(cast(weights, dtype), keys)
         peak = raised
 
+    denominator = tl.sum(shares, axis=1)
     if SPLITS == 1:
         denominator += tl.exp2(sink - peak)
-        finish(
-            total, denominator, out_ptr, table_ptr, row, heads, columns, dtype, H, WIDTH, ROPE, BLOCK, PADDED
-        )
+        output = total * (1.0 / denominator)[:, None]
+        finish(output, out_ptr, table_ptr, row, heads, columns, dtype, H, WIDTH, ROPE, BLOCK, PADDED)
     else:
         places = (part * R + row) * H + heads
         tl.store(peaks_ptr + places * 2, peak)
@@ -157,7 +173,7 @@ def attention_core(
         tl.store(sums_ptr + places[:, None] * PADDED + columns[None, :], total)
         line = counters_out_ptr + (row * (H // BLOCK) + group) * LINE
         if is_last(line, 0, SPLITS):
-            combine(sums_ptr, peaks_ptr, sink, out_ptr, table_ptr, row, heads, columns, dtype,
+            combine(sums_ptr, peaks_ptr, sink_ptr, out_ptr, table_ptr, row, heads, columns, dtype,
                     SPLITS, R, H, WIDTH, ROPE, BLOCK, PADDED)  # fmt: skip
 
 

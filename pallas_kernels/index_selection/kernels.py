@@ -8,8 +8,8 @@ slots that a row uses are a run from 0, because only the last listed block can h
 
 The choice is exact and needs two small searches, however many slots there are: the `topk` best slots lie in the
 `topk` best blocks, where blocks are ordered by their best score and then by number. (If a chosen slot lay in none
-of them, each would hold a slot that precedes it.) Either search builds the smallest chosen value bit by bit from
-the top, counting, and stops as soon as the count is right.
+of them, each would hold a slot that precedes it.) Either search narrows an interval that holds the smallest chosen
+value, counting twice a step, and stops as soon as the count is right.
 """
 
 import jax
@@ -21,9 +21,8 @@ from pallas_kernels import launch, tuning
 from pallas_kernels.device_tiles import (
     cast,
     fp4_index_round_trip,
-    hadamard_signs_of,
+    hadamard_signs,
     loop_bound,
-    partial_sum,
     product,
     query_tile,
     rounded,
@@ -36,6 +35,7 @@ from pallas_kernels.rows import Columns
 INDEX_BLOCK = tl.constexpr(reference.INDEX_BLOCK)
 NARROW_WIDTH = 64
 LONG = 1 << 13  # blocks of a row from which more threads share them
+LISTED_TOGETHER = tl.constexpr(1 << 12)  # sums over more numbers at once would not fit into registers
 MOST_BLOCKS = 1 << 14  # a row's blocks are held in registers, and two counts share one integer
 
 
@@ -75,7 +75,7 @@ def index_scores(
     Q: tl.constexpr, W: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     ROPE: tl.constexpr, RATIO: tl.constexpr, QUANTISE: tl.constexpr, HADAMARD: tl.constexpr,
     ROLE: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr, TRIVIAL: tl.constexpr,
-    BLOCKS: tl.constexpr, SCALE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    BLOCKS: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs over keys, R / ROWS). Writes scores [R, BLOCKS * BLOCK] and their block maxima [R, BLOCKS].
 
@@ -93,26 +93,31 @@ def index_scores(
         member = tl.arange(0, M)
         row = first_row + member // HEADS
         head = member % HEADS
-        q = query_tile(q_ptr, table_ptr, row, head, dtype, Q, R, WIDTH, ROPE, 0.0, False, M, WIDTH)
+        q = query_tile(
+            q_ptr, table_ptr, first_row, member, dtype, Q, R, ROWS, HEADS, WIDTH, ROPE, 0.0, False, M, WIDTH
+        )
         if QUANTISE and HADAMARD:
-            axis = tl.arange(0, WIDTH)
-            signs = hadamard_signs_of(axis[:, None], axis[None, :])
-            q = rounded(product(cast(q, dtype), signs.to(dtype)) * WIDTH**-0.5, dtype)
+            q = rounded(product(cast(q, dtype), hadamard_signs(WIDTH)) * WIDTH**-0.5, dtype)
         if QUANTISE:
             q = fp4_index_round_trip(q, INDEX_BLOCK, M, WIDTH)
         q = cast(q, dtype)
-        weight = partial_sum(weights_ptr, row * W[1] + W[2] + head, member < M, W[0], R * W[1])
+        # A sum of a tile, unlike one of single loads, is not repeated by every thread that needs it.
+        part = tl.arange(0, PARTS)[:, None]
+        places = (part * R + row[None, :]) * W[1] + W[2] + head[None, :]
+        weight = tl.sum(tl.load(weights_ptr + places, mask=part < W[0], other=0.0), axis=0)
         weight = rounded(weight, dtype) * SCALE
 
         column = tl.arange(0, WIDTH)[None, :]
         step = tl.num_programs(0)
-        slot = tl.program_id(0) * TILE + tl.arange(0, TILE)
-        entry = entries_of(slot, slot < most, candidates_ptr, first_row, ROLE, BLOCK, KEPT)
+        slot = tl.minimum(tl.program_id(0) * TILE + tl.arange(0, TILE), most - 1)
+        entry = entries_of(slot, slot >= 0, candidates_ptr, first_row, ROLE, BLOCK, KEPT)
         for tile in range(loop_bound(tl.program_id(0)), loop_bound(tl.cdiv(most, TILE)), loop_bound(step)):
             slot = tile * TILE + tl.arange(0, TILE)
-            keys = tl.load(keys_ptr + entry[:, None] * WIDTH + column, mask=(slot < most)[:, None], other=0.0)
-            following = slot + step * TILE
-            entry = entries_of(following, following < most, candidates_ptr, first_row, ROLE, BLOCK, KEPT)
+            keys = tl.load(keys_ptr + entry[:, None] * WIDTH + column)
+            # One tile ahead, so that the keys' loads wait for no load of their own turn; slots behind the last
+            # one repeat it, so that no load needs a mask.
+            following = tl.minimum(slot + step * TILE, most - 1)
+            entry = entries_of(following, following >= 0, candidates_ptr, first_row, ROLE, BLOCK, KEPT)
             hits = tl.maximum(product(keys, tl.trans(q)), 0.0) * weight[None, :]
             total = tl.sum(tl.reshape(hits, (TILE, ROWS, HEADS)), axis=2)
             total = tl.where(total == 0.0, 0.0, total)
@@ -129,69 +134,116 @@ def index_scores(
 
 
 @triton.jit
-def chosen_places(values, valid, COUNT: tl.constexpr):
-    """Which of values [M], more than COUNT of them valid, are the COUNT best, and each one's place among those.
+def narrowed(ordered, low, middle, upper, high, found, COUNT: tl.constexpr):
+    """One step of a search: the interval low .. high, cut at middle and upper, that holds the edge, and its count.
 
-    Ties go to the lower number. Values are float32 without NaN and -0, so that their bits, with the sign bit
-    turned and negative ones complemented, order them.
+    At least COUNT of `ordered` reach low, exactly `found`, and fewer reach high. Both counts share one sum.
+    """
+    both = (ordered >= middle).to(tl.int32) + ((ordered >= upper).to(tl.int32) << 16)
+    both = tl.sum(both, axis=0)
+    reach_middle, reach_upper = both & 0xFFFF, both >> 16
+    high = tl.where(reach_middle < COUNT, middle, tl.where(reach_upper < COUNT, upper, high))
+    low = tl.where(reach_upper >= COUNT, upper, tl.where(reach_middle >= COUNT, middle, low))
+    found = tl.where(reach_upper >= COUNT, reach_upper, tl.where(reach_middle >= COUNT, reach_middle, found))
+    return low, high, found
+
+
+@triton.jit
+def in_order(values, valid):
+    """float32 values without NaN and -0 as uint32 numbers above 0 of the same order; 0 where they are not valid.
+
+    Bits of positive values with the sign bit set, and the complement of negative ones, are in order.
     """
     bits = values.to(tl.uint32, bitcast=True)
     ordered = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
-    ordered = tl.where(valid, ordered, 0)
-    edge = tl.full((), 0, tl.uint32)
-    found = tl.sum(valid.to(tl.int32), axis=0)
-    bit = 31
-    while (bit >= 0) & (found != COUNT):
-        raised = edge | (tl.full((), 1, tl.uint32) << bit)
-        reached = tl.sum((ordered >= raised).to(tl.int32), axis=0)
-        enough = reached >= COUNT
-        edge = tl.where(enough, raised, edge)
-        found = tl.where(enough, reached, found)
-        bit -= 1
-    above = (ordered > edge) & valid
-    tied = (ordered == edge) & valid
-    room = COUNT - tl.sum(above.to(tl.int32), axis=0)
+    return tl.where(valid, ordered, 0)
+
+
+@triton.jit
+def edge_of(ordered, COUNT: tl.constexpr):
+    """The smallest of the COUNT largest numbers of `ordered`, of which more are above 0, and how many equals count.
+
+    `ordered` has fewer than 2^15 numbers. (If exactly COUNT numbers reach it, the edge may lie below the smallest.)
+    """
+    high = tl.max(ordered, axis=0) + 1
+    # The edge mostly lies within a factor of 4 of the largest value, and hardly ever below 0.
+    upper = high - tl.minimum(tl.full((), 1 << 24, tl.uint32), high // 2)
+    middle = tl.minimum(upper, tl.full((), 0x80000000, tl.uint32))
+    low = tl.full((), 0, tl.uint32)
+    found = tl.full((), COUNT + 1, tl.int32)
+    low, high, found = narrowed(ordered, low, middle, upper, high, found, COUNT)
+    while (high - low > 1) & (found != COUNT):
+        step = tl.maximum((high - low) // 3, 1)
+        low, high, found = narrowed(ordered, low, low + step, low + 2 * step, high, found, COUNT)
+    return low, COUNT - tl.sum((ordered > low).to(tl.int32), axis=0)
+
+
+@triton.jit
+def chosen_places(ordered, forced, edge, room, earlier):
+    """Which of `ordered` [M] are chosen, each one's place among the chosen, and `earlier` for the numbers behind.
+
+    Chosen are those above `edge`, those `forced`, and the first `room` equal to the edge. `earlier` counts the
+    former two, and 2^16 times the equal ones, among all numbers in front of these.
+    """
+    above = (ordered > edge) | forced
+    tied = ordered == edge
     both = above.to(tl.int32) + (tied.to(tl.int32) << 16)
-    before = tl.cumsum(both, axis=0) - both
+    before = tl.cumsum(both, axis=0) - both + earlier
     ties_before = before >> 16
-    return above | (tied & (ties_before < room)), (before & 0xFFFF) + tl.minimum(ties_before, room)
+    chosen = above | (tied & (ties_before < room))
+    return chosen, (before & 0xFFFF) + tl.minimum(ties_before, room), earlier + tl.sum(both, axis=0)
 
 
 @triton.jit
-def list_blocks(best_ptr, out_ptr, row, blocks, newest, COUNT: tl.constexpr, BLOCKS: tl.constexpr,
-                PADDED: tl.constexpr):  # fmt: skip
-    """Writes the COUNT best of more than COUNT blocks in rising order; block `newest` counts as the very best."""
-    block = tl.arange(0, PADDED)
-    value = tl.load(best_ptr + row * BLOCKS + block, mask=block < blocks, other=0.0)
-    value = tl.where(block == newest, float("inf"), value)
-    chosen, place = chosen_places(value, block < blocks, COUNT)
+def block_peaks(best_ptr, block, blocks):
+    """Maxima of the blocks in front of number `blocks`, in order."""
+    return in_order(tl.load(best_ptr + block, mask=block < blocks, other=0.0), block < blocks)
+
+
+@triton.jit
+def store_listed(best_ptr, out_ptr, first, blocks, searched, edge, room, earlier, CHUNK: tl.constexpr):
+    """Lists the chosen among CHUNK blocks from `first` on, and counts on."""
+    block = first + tl.arange(0, CHUNK)
+    forced = (block >= searched) & (block < blocks)
+    ordered = block_peaks(best_ptr, block, searched)
+    chosen, place, earlier = chosen_places(ordered, forced, edge, room, earlier)
     tl.store(out_ptr + place, block, mask=chosen)
+    return earlier
 
 
 @triton.jit
-def index_choice(
-    scores_ptr, best_ptr, length_ptr, count_ptr, candidates_ptr, listed_ptr,
-    ids_ptr, counts_ptr, published_ptr, published_counts_ptr, work_ptr,
-    RATIO: tl.constexpr, ROLE: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr, BLOCKS: tl.constexpr,
-    PADDED_BLOCKS: tl.constexpr, TOPK: tl.constexpr, PADDED_TOPK: tl.constexpr, PADDED_KEPT: tl.constexpr,
-):  # fmt: skip
-    """Grid (R,): one row's choice, and the candidate blocks if it is a source's."""
-    row = tl.program_id(0)
-    seen = visible_entries(tl.load(length_ptr), tl.load(count_ptr), row, RATIO)
-    slots = used_slots(seen, listed_ptr, row, ROLE, BLOCK)
-    blocks = tl.cdiv(slots, BLOCK)
+def list_blocks(best_ptr, out_ptr, blocks, COUNT: tl.constexpr, NEWEST: tl.constexpr, PADDED: tl.constexpr):
+    """Writes the COUNT best of more than COUNT blocks in rising order; the newest always among them if NEWEST."""
+    CHUNK: tl.constexpr = PADDED if PADDED < LISTED_TOGETHER else LISTED_TOGETHER
+    searched = blocks - NEWEST
+    edge, room = edge_of(block_peaks(best_ptr, tl.arange(0, PADDED), searched), COUNT - NEWEST)
+    earlier = tl.full((), 0, tl.int32)
+    if CHUNK == PADDED:
+        store_listed(best_ptr, out_ptr, 0, blocks, searched, edge, room, earlier, CHUNK)
+    else:
+        for first in range(loop_bound(blocks * 0), loop_bound(blocks), CHUNK):
+            earlier = store_listed(best_ptr, out_ptr, first, blocks, searched, edge, room, earlier, CHUNK)
 
-    if ROLE == "source":
-        tl.store(published_counts_ptr + row, tl.minimum(blocks, KEPT))
-        place = tl.arange(0, PADDED_KEPT)
-        if blocks > KEPT:
-            list_blocks(best_ptr, published_ptr + row * KEPT, row, blocks, (seen - 1) // BLOCK, KEPT, BLOCKS,
-                        PADDED_BLOCKS)  # fmt: skip
+
+@triton.jit
+def list_best(best_ptr, out_ptr, blocks, COUNT: tl.constexpr, NEWEST: tl.constexpr, PADDED: tl.constexpr):
+    """`list_blocks`, on half of the numbers while that is enough: caches are a little longer than a power of two."""
+    if PADDED > 2 * COUNT:
+        if blocks <= PADDED // 2:
+            list_blocks(best_ptr, out_ptr, blocks, COUNT, NEWEST, PADDED // 2)
         else:
-            tl.store(
-                published_ptr + row * KEPT + place, tl.where(place < blocks, place, -1), mask=place < KEPT
-            )
+            list_blocks(best_ptr, out_ptr, blocks, COUNT, NEWEST, PADDED)
+    else:
+        list_blocks(best_ptr, out_ptr, blocks, COUNT, NEWEST, PADDED)
 
+
+@triton.jit
+def choose_slots(
+    scores_ptr, best_ptr, candidates_ptr, ids_ptr, counts_ptr, work_ptr, row, slots, blocks,
+    ROLE: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr, BLOCKS: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr, TOPK: tl.constexpr, PADDED_TOPK: tl.constexpr,
+):  # fmt: skip
+    """One row's choice: the entries in its TOPK best slots, in rising order."""
     tl.store(counts_ptr + row, tl.minimum(slots, TOPK))
     place = tl.arange(0, PADDED_TOPK)
     if slots <= TOPK:
@@ -201,15 +253,46 @@ def index_choice(
         number = tl.arange(0, PADDED_TOPK * BLOCK)
         block = number // BLOCK
         if blocks > TOPK:
-            list_blocks(best_ptr, work_ptr + row * TOPK, row, blocks, -1, TOPK, BLOCKS, PADDED_BLOCKS)
+            list_best(best_ptr + row * BLOCKS, work_ptr + row * TOPK, blocks, TOPK, 0, PADDED_BLOCKS)
             tl.debug_barrier()
             block = tl.load(work_ptr + row * TOPK + block, mask=block < TOPK, other=BLOCKS)
         slot = block * BLOCK + number % BLOCK
         valid = slot < slots
         value = tl.load(scores_ptr + row * (BLOCKS * BLOCK) + slot, mask=valid, other=0.0)
-        chosen, order = chosen_places(value, valid, TOPK)
+        ordered = in_order(value, valid)
+        edge, room = edge_of(ordered, TOPK)
+        chosen, order, _ = chosen_places(ordered, slot < 0, edge, room, 0)
         wanted = entries_of(slot, chosen, candidates_ptr, row, ROLE, BLOCK, KEPT)
         tl.store(ids_ptr + row * TOPK + order, wanted, mask=chosen)
+
+
+@triton.jit
+def index_choice(
+    scores_ptr, best_ptr, length_ptr, count_ptr, candidates_ptr, listed_ptr,
+    ids_ptr, counts_ptr, published_ptr, published_counts_ptr, work_ptr,
+    RATIO: tl.constexpr, ROLE: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr, BLOCKS: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr, TOPK: tl.constexpr, PADDED_TOPK: tl.constexpr, PADDED_KEPT: tl.constexpr,
+):  # fmt: skip
+    """Grid (R, 1): one row's choice. A source has (R, 2): the second program lists its candidate blocks."""
+    row = tl.program_id(0)
+    seen = visible_entries(tl.load(length_ptr), tl.load(count_ptr), row, RATIO)
+    slots = used_slots(seen, listed_ptr, row, ROLE, BLOCK)
+    blocks = tl.cdiv(slots, BLOCK)
+
+    if tl.program_id(1) == 0:
+        choose_slots(
+            scores_ptr, best_ptr, candidates_ptr, ids_ptr, counts_ptr, work_ptr, row, slots, blocks,
+            ROLE, BLOCK, KEPT, BLOCKS, PADDED_BLOCKS, TOPK, PADDED_TOPK,
+        )  # fmt: skip
+    elif ROLE == "source":
+        tl.store(published_counts_ptr + row, tl.minimum(blocks, KEPT))
+        place = tl.arange(0, PADDED_KEPT)
+        if blocks > KEPT:
+            list_best(best_ptr + row * BLOCKS, published_ptr + row * KEPT, blocks, KEPT, 1, PADDED_BLOCKS)
+        else:
+            tl.store(
+                published_ptr + row * KEPT + place, tl.where(place < blocks, place, -1), mask=place < KEPT
+            )
 
 
 def _power_of_two(width: int) -> int:
@@ -235,11 +318,13 @@ def choose(
     candidates: Listed | None = None,
     tile: dict[str, int] | None = None,
 ) -> tuple[Listed, Listed | None]:
-    """`reference.choose` in two launches. `tile` overrides the measured choice for the scores."""
+    """`reference.choose` in two launches. `tile` overrides the measured choice for the scores, and its "choosing
+    warps" that for the choice."""
     rows, member = q.rows, spec.role == "member"
     tile = tile or tuning.tiles("index_selection")["scores" if spec.width > NARROW_WIDTH else "narrow"]
     together = rows_together(rows, spec, tile["columns"])
     blocks = spec.kept if member else -(-keys.shape[0] // spec.block)
+    warps = tuning.tiles("index_selection")["long selection" if blocks > LONG else "selection"]["warps"]
     if blocks > MOST_BLOCKS:
         raise ValueError(
             f"{keys.shape[0]} entries in blocks of {spec.block}, expected at most {MOST_BLOCKS} blocks; "
@@ -271,6 +356,7 @@ def choose(
         TRIVIAL=trivial,
         BLOCKS=blocks,
         SCALE=(spec.width * spec.heads) ** -0.5,
+        PARTS=_power_of_two(weights.layout[0]),
         ROWS=together,
         TILE=tile["keys"],
         **common,
@@ -280,11 +366,9 @@ def choose(
     ids, counts, kept, kept_counts, _ = launch.call(
         index_choice,
         *(values, peaks, length, count, *lists),
-        grid=(rows,),
+        grid=(rows, 2 if spec.role == "source" else 1),
         outputs=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
-        num_warps=tuning.tiles("index_selection")["long selection" if blocks > LONG else "selection"][
-            "warps"
-        ],
+        num_warps=tile.get("choosing warps", warps),
         BLOCKS=blocks,
         PADDED_BLOCKS=_power_of_two(blocks),
         TOPK=spec.topk,

@@ -17,10 +17,11 @@ import triton.language as tl
 from pallas_kernels import launch
 from pallas_kernels.device_tiles import (
     cast,
+    chunked,
     fp4_entry_round_trip,
     fp4_index_round_trip,
     fp8_round_trip,
-    hadamard_signs_of,
+    hadamard_signs,
     partial_sum,
     rounded,
     row_inverse_rms,
@@ -167,22 +168,41 @@ def turned_entry(x, table_ptr, number, dtype: tl.constexpr, WIDTH: tl.constexpr,
 
 
 @triton.jit
-def matrix_times_row(
-    matrix_ptr, x, SIGNS: tl.constexpr, M: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr
+def rows_times_row(
+    matrix_ptr,
+    x,
+    FIRST: tl.constexpr,
+    STEP: tl.constexpr,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    N: tl.constexpr,
 ):
-    """[1, M] = x [1, N] times the transposed matrix [M, WIDTH], or the Hadamard signs [M, M] if SIGNS."""
-    STEP: tl.constexpr = 16
-    column = tl.arange(0, N)[None, :]
-    group = tl.arange(0, M // STEP)[:, None]
-    result = tl.zeros((M // STEP, STEP), tl.float32)
-    for number in range(M // STEP):
-        rows = (number * STEP + tl.arange(0, STEP))[:, None]
-        if SIGNS:
-            part = hadamard_signs_of(rows, column)
-        else:
-            part = tl.load(matrix_ptr + rows * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-        result = tl.where(group == number, tl.sum(part * x, axis=1)[None, :], result)
-    return tl.reshape(result, (1, M))
+    """[M / STEP] = rows FIRST, FIRST + STEP, ... of a matrix [M, WIDTH] times row x [1, C, N / C]."""
+    CHUNK: tl.constexpr = x.shape[2]
+    column, row = chunked(FIRST + STEP * tl.arange(0, M // STEP), CHUNK, N)
+    part = tl.load(matrix_ptr + row * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+    return tl.sum(tl.sum(part * x, axis=2), axis=1)
+
+
+@triton.jit
+def matrix_times_row(matrix_ptr, x, M: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr):
+    """[1, M] = x [1, N] times the transposed matrix [M, WIDTH]."""
+    CHUNK: tl.constexpr = 256 if N > 256 else N
+    x = tl.reshape(x, (1, N // CHUNK, CHUNK))
+    # Four interleaved parts: their loads are under way together, and their results meet without a loop.
+    even = tl.join(
+        rows_times_row(matrix_ptr, x, 0, 4, M, WIDTH, N), rows_times_row(matrix_ptr, x, 2, 4, M, WIDTH, N)
+    )
+    odd = tl.join(
+        rows_times_row(matrix_ptr, x, 1, 4, M, WIDTH, N), rows_times_row(matrix_ptr, x, 3, 4, M, WIDTH, N)
+    )
+    return tl.reshape(tl.join(even, odd), (1, M))
+
+
+@triton.jit
+def hadamard_times_row(x, N: tl.constexpr):
+    """[1, N] = x [1, N] times the Hadamard matrix of signs."""
+    return tl.reshape(tl.sum(hadamard_signs(N).to(tl.float32) * x, axis=1), (1, N))
 
 
 @triton.jit
@@ -193,7 +213,7 @@ def store_index_key(key, weight_ptr, table_ptr, out_ptr, entry, number, WIDTH: t
     key = normed(key, weight_ptr, dtype, WIDTH, EPS, WIDTH)
     key = turned_entry(key, table_ptr, number, dtype, WIDTH, ROPE, WIDTH)
     if QUANTISE and HADAMARD:
-        key = rounded(matrix_times_row(weight_ptr, key, True, WIDTH, WIDTH, WIDTH) * WIDTH**-0.5, dtype)
+        key = rounded(hadamard_times_row(key, WIDTH) * WIDTH**-0.5, dtype)
     if QUANTISE:
         key = fp4_index_round_trip(key, INDEX_BLOCK, 1, WIDTH)
     tl.store(out_ptr + entry * WIDTH + tl.arange(0, WIDTH)[None, :], cast(key, dtype))
@@ -280,7 +300,7 @@ def cache_writes(
                 x = pooled(value_ptr, gate_ptr, bias_ptr, pending_in, entry, length, VALUE, GATE, BIASED, R,
                            RATIO, OVERLAP, PENDING_SLOTS, WIDTH, N)  # fmt: skip
                 x = normed(rounded(x, dtype), entry_weight_ptr, dtype, WIDTH, EPS, N)
-                key = matrix_times_row(projection_ptr, x, False, INDEX_WIDTH, WIDTH, N)
+                key = matrix_times_row(projection_ptr, x, INDEX_WIDTH, WIDTH, N)
             store_index_key(rounded(key, dtype), index_weight_ptr, index_table_ptr, index_keys_ptr, entry, number,
                             INDEX_WIDTH, INDEX_ROPE, EPS, QUANTISE, HADAMARD)  # fmt: skip
 
