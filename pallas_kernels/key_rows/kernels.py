@@ -37,14 +37,20 @@ WARPS = 8
 ENTRY_GROUP = tl.constexpr(specs.ENTRY_GROUP)
 INDEX_BLOCK = tl.constexpr(specs.INDEX_BLOCK)
 POOL_ITEMS = tl.constexpr(16)  # loaded at a time
+NO_GATE = tl.constexpr(-3e38)
 
 
 @triton.jit
-def normed(x, weight_ptr, dtype: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, N: tl.constexpr):
+def norm_weight(pointer, WIDTH: tl.constexpr, N: tl.constexpr):
+    """A norm's weight [1, N], float32. Loaded before the row is made: the wait for both is one wait."""
+    column = tl.arange(0, N)[None, :]
+    return tl.load(pointer + column, mask=column < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def normed(x, weight, dtype: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr):
     """Row x [1, N], kept in `dtype`, normed and weighted, as kept in `dtype`."""
-    column = tl.arange(0, N)
-    weight = tl.load(weight_ptr + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    return rounded(x * row_inverse_rms(x, WIDTH, EPS) * weight[None, :], dtype)
+    return rounded(x * row_inverse_rms(x, WIDTH, EPS) * weight, dtype)
 
 
 @triton.jit
@@ -71,8 +77,9 @@ def window_row(kv_ptr, weight_ptr, table_ptr, out_ptr, row, slot, stored, KV: tl
                ROUNDED: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr):  # fmt: skip
     """One finished key-value row."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    x = normed(product_row(kv_ptr, row, dtype, KV, R, WIDTH, N), weight_ptr, dtype, WIDTH, EPS, N)
+    weight = norm_weight(weight_ptr, WIDTH, N)
     cosine, sine = turn_factors(table_ptr, row, WIDTH, ROPE, N)
+    x = normed(product_row(kv_ptr, row, dtype, KV, R, WIDTH, N), weight, dtype, WIDTH, EPS)
     x = rounded(turned(x, cosine[None, :], sine[None, :], 1, N), dtype)
     if QUANTISE:
         x = rounded_row(x, False, ROUNDED, BLOCK, N)
@@ -85,7 +92,8 @@ def latent_row(latent_ptr, weight_ptr, out_ptr, row, dtype: tl.constexpr, LATENT
                WIDTH: tl.constexpr, EPS: tl.constexpr, QUANTISE: tl.constexpr, BLOCK: tl.constexpr,
                N: tl.constexpr):  # fmt: skip
     """One normed query latent, rounded as the products that read it expect."""
-    x = normed(product_row(latent_ptr, row, dtype, LATENT, R, WIDTH, N), weight_ptr, dtype, WIDTH, EPS, N)
+    weight = norm_weight(weight_ptr, WIDTH, N)
+    x = normed(product_row(latent_ptr, row, dtype, LATENT, R, WIDTH, N), weight, dtype, WIDTH, EPS)
     if QUANTISE:
         x = fp8_round_trip(x, BLOCK, 1, N)
     column = tl.arange(0, N)[None, :]
@@ -110,61 +118,89 @@ def pending_row(value_ptr, gate_ptr, bias_ptr, ring_ptr, row, position, stored, 
 
 
 @triton.jit
-def pooled(value_ptr, gate_ptr, bias_ptr, ring_ptr, entry, length, VALUE: tl.constexpr, GATE: tl.constexpr,
-           BIASED: tl.constexpr, R: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr,
-           RING: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """The gate-weighted mean [1, N] of one entry's items, float32; `RATIO` items, with OVERLAP twice as many."""
-    if RATIO == 1:
-        return product_row(value_ptr, entry - length, tl.float32, VALUE, R, WIDTH, N)
+def item_places(first, entry, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
+                STEP: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Positions [STEP, 1] of an entry's items from number `first` on, and their columns [STEP, N]."""
+    item = first + tl.arange(0, STEP)[:, None]
+    column = tl.arange(0, N)[None, :]
+    if OVERLAP:
+        return (entry - 1) * RATIO + item, tl.where(item < RATIO, 0, WIDTH) + column
     else:
-        HALVES: tl.constexpr = 2 if OVERLAP else 1
-        ITEMS: tl.constexpr = RATIO * HALVES
-        STEP: tl.constexpr = ITEMS if ITEMS < POOL_ITEMS else POOL_ITEMS
-        C: tl.constexpr = WIDTH * HALVES
-        column = tl.arange(0, N)[None, :]
-        peak = tl.full((N,), -float("inf"), tl.float32)
-        weight = tl.zeros((N,), tl.float32)
-        total = tl.zeros((N,), tl.float32)
-        for first in range(0, ITEMS, STEP):
-            item = first + tl.arange(0, STEP)
-            if OVERLAP:
-                position = (entry - 1) * RATIO + item
-                columns = tl.where(item < RATIO, 0, WIDTH)[:, None] + column
-            else:
-                position = entry * RATIO + item
-                columns = item[:, None] * 0 + column
-            exists = position >= 0
-            kept = (exists & (position < length))[:, None] & (column < WIDTH)
-            place = (tl.maximum(position, 0) % RING)[:, None] * (2 * C) + columns
-            value = tl.load(ring_ptr + place, mask=kept, other=0.0)
-            gate = tl.load(ring_ptr + place + C, mask=kept, other=0.0)
-            # Items stay in fixed groups whether they are old or new: bits must not tell how passes were cut.
-            if tl.max(position, axis=0) >= length:
-                fresh = (position >= length)[:, None] & (column < WIDTH)
-                row = (position - length)[:, None]
-                value += partial_sum(
-                    value_ptr, row * VALUE[1] + VALUE[2] + columns, fresh, VALUE[0], R * VALUE[1]
-                )
-                gate += partial_sum(gate_ptr, row * GATE[1] + GATE[2] + columns, fresh, GATE[0], R * GATE[1])
-                if BIASED:
-                    bias_row = (tl.maximum(position, 0) % RATIO)[:, None]
-                    gate += tl.load(bias_ptr + bias_row * C + columns, mask=fresh, other=0.0)
-            gate = tl.where(exists[:, None], gate, -float("inf"))
-            raised = tl.maximum(peak, tl.max(gate, axis=0))
-            shrink = tl.exp(peak - raised)
-            share = tl.exp(gate - raised[None, :])
-            weight = weight * shrink + tl.sum(share, axis=0)
-            total = total * shrink + tl.sum(share * value, axis=0)
-            peak = raised
-        return tl.div_rn(total, weight)[None, :]
+        return entry * RATIO + item, item * 0 + column
 
 
 @triton.jit
-def turned_entry(x, table_ptr, number, dtype: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr,
-                 N: tl.constexpr):  # fmt: skip
-    """Row x [1, N] rotated by row `number` of its table, as kept in `dtype`."""
-    cosine, sine = turn_factors(table_ptr, number, WIDTH, ROPE, N)
-    return rounded(turned(x, cosine[None, :], sine[None, :], 1, N), dtype)
+def old_items(ring_ptr, first, entry, length, RATIO: tl.constexpr, OVERLAP: tl.constexpr, RING: tl.constexpr,
+              WIDTH: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """Values and gates [STEP, N] of the items that earlier passes left in the ring, 0 for others."""
+    C: tl.constexpr = 2 * WIDTH if OVERLAP else WIDTH
+    position, columns = item_places(first, entry, RATIO, OVERLAP, WIDTH, STEP, N)
+    kept = (position >= 0) & (position < length) & (tl.arange(0, N)[None, :] < WIDTH)
+    place = tl.maximum(position, 0) % RING * (2 * C) + columns
+    value = tl.load(ring_ptr + place, mask=kept, other=0.0)
+    return value, tl.load(ring_ptr + place + C, mask=kept, other=0.0)
+
+
+@triton.jit
+def with_fresh_items(value, gate, value_ptr, gate_ptr, bias_ptr, first, entry, length, VALUE: tl.constexpr,
+                     GATE: tl.constexpr, BIASED: tl.constexpr, R: tl.constexpr, RATIO: tl.constexpr,
+                     OVERLAP: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """`old_items` with those of this pass put in, from the products themselves."""
+    C: tl.constexpr = 2 * WIDTH if OVERLAP else WIDTH
+    position, columns = item_places(first, entry, RATIO, OVERLAP, WIDTH, STEP, N)
+    fresh = (position >= length) & (tl.arange(0, N)[None, :] < WIDTH)
+    row = position - length
+    value += partial_sum(value_ptr, row * VALUE[1] + VALUE[2] + columns, fresh, VALUE[0], R * VALUE[1])
+    gate += partial_sum(gate_ptr, row * GATE[1] + GATE[2] + columns, fresh, GATE[0], R * GATE[1])
+    if BIASED:
+        gate += tl.load(bias_ptr + tl.maximum(position, 0) % RATIO * C + columns, mask=fresh, other=0.0)
+    return value, gate
+
+
+@triton.jit
+def pooled(value_ptr, gate_ptr, bias_ptr, ring_ptr, entry, length, VALUE: tl.constexpr, GATE: tl.constexpr,
+           BIASED: tl.constexpr, R: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr,
+           RING: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """The gate-weighted mean [1, N] of one entry's items, float32; `RATIO` items, with OVERLAP twice as many.
+
+    Items stay in fixed groups of STEP whether they are old or new: bits must not tell how passes were cut.
+    """
+    if RATIO == 1:
+        return product_row(value_ptr, entry - length, tl.float32, VALUE, R, WIDTH, N)
+    else:
+        ITEMS: tl.constexpr = RATIO * 2 if OVERLAP else RATIO
+        STEP: tl.constexpr = ITEMS if ITEMS < POOL_ITEMS else POOL_ITEMS
+        value, gate = old_items(ring_ptr, 0, entry, length, RATIO, OVERLAP, RING, WIDTH, STEP, N)
+        if ITEMS == STEP:
+            value, gate = with_fresh_items(value, gate, value_ptr, gate_ptr, bias_ptr, 0, entry, length, VALUE,
+                                           GATE, BIASED, R, RATIO, OVERLAP, WIDTH, STEP, N)  # fmt: skip
+            if OVERLAP:
+                position, _ = item_places(0, entry, RATIO, OVERLAP, WIDTH, STEP, N)
+                gate = tl.where(position >= 0, gate, NO_GATE)
+            share = tl.exp(gate - tl.max(gate, axis=0, keep_dims=True))
+            weight = tl.sum(share, axis=0, keep_dims=True)
+            total = tl.sum(share * value, axis=0, keep_dims=True)
+        else:
+            tl.static_assert(not OVERLAP)
+            peak = tl.full((1, N), NO_GATE, tl.float32)
+            weight = tl.zeros((1, N), tl.float32)
+            total = tl.zeros((1, N), tl.float32)
+            for first in range(0, ITEMS, STEP):
+                if entry * RATIO + first + STEP > length:
+                    value, gate = with_fresh_items(value, gate, value_ptr, gate_ptr, bias_ptr, first, entry, length,
+                                                   VALUE, GATE, BIASED, R, RATIO, OVERLAP, WIDTH, STEP, N)  # fmt: skip
+                # One group ahead; behind the last one the first is loaded again.
+                following = tl.where(first + STEP < ITEMS, first + STEP, 0)
+                next_value, next_gate = old_items(
+                    ring_ptr, following, entry, length, RATIO, OVERLAP, RING, WIDTH, STEP, N
+                )
+                raised = tl.maximum(peak, tl.max(gate, axis=0, keep_dims=True))
+                shrink = tl.exp(peak - raised)
+                share = tl.exp(gate - raised)
+                weight = weight * shrink + tl.sum(share, axis=0, keep_dims=True)
+                total = total * shrink + tl.sum(share * value, axis=0, keep_dims=True)
+                peak, value, gate = raised, next_value, next_gate
+        return tl.div_rn(total, weight)
 
 
 @triton.jit
@@ -206,12 +242,12 @@ def hadamard_times_row(x, N: tl.constexpr):
 
 
 @triton.jit
-def store_index_key(key, weight_ptr, table_ptr, out_ptr, entry, number, WIDTH: tl.constexpr, ROPE: tl.constexpr,
-                    EPS: tl.constexpr, QUANTISE: tl.constexpr, HADAMARD: tl.constexpr):  # fmt: skip
+def store_index_key(key, weight, cosine, sine, out_ptr, entry, WIDTH: tl.constexpr, EPS: tl.constexpr,
+                    QUANTISE: tl.constexpr, HADAMARD: tl.constexpr):  # fmt: skip
     """Norms, rotates and rounds an index key [1, WIDTH], kept in the caches' type so far, and stores it."""
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    key = normed(key, weight_ptr, dtype, WIDTH, EPS, WIDTH)
-    key = turned_entry(key, table_ptr, number, dtype, WIDTH, ROPE, WIDTH)
+    key = normed(key, weight, dtype, WIDTH, EPS)
+    key = rounded(turned(key, cosine[None, :], sine[None, :], 1, WIDTH), dtype)
     if QUANTISE and HADAMARD:
         key = rounded(hadamard_times_row(key, WIDTH) * WIDTH**-0.5, dtype)
     if QUANTISE:
@@ -271,10 +307,12 @@ def cache_writes(
         entry = length // RATIO + number
         closes = (entry + 1) * RATIO <= length + count
         if (number >= 0) & (number < ENTRY_PROGRAMS) & closes:
+            weight = norm_weight(entry_weight_ptr, WIDTH, N)
+            cosine, sine = turn_factors(entry_table_ptr, number, WIDTH, ROPE, N)
             x = pooled(value_ptr, gate_ptr, bias_ptr, pending_in, entry, length, VALUE, GATE, BIASED, R, RATIO,
                        OVERLAP, PENDING_SLOTS, WIDTH, N)  # fmt: skip
-            x = normed(rounded(x, dtype), entry_weight_ptr, dtype, WIDTH, EPS, N)
-            x = turned_entry(x, entry_table_ptr, number, dtype, WIDTH, ROPE, N)
+            x = normed(rounded(x, dtype), weight, dtype, WIDTH, EPS)
+            x = rounded(turned(x, cosine[None, :], sine[None, :], 1, N), dtype)
             if QUANTISE:
                 x = rounded_row(x, FP4, ROUNDED, BLOCK, N)
             column = tl.arange(0, N)[None, :]
@@ -292,17 +330,20 @@ def cache_writes(
         entry = length // RATIO + number
         closes = (entry + 1) * RATIO <= length + count
         if (number >= 0) & closes:
+            index_weight = norm_weight(index_weight_ptr, INDEX_WIDTH, INDEX_WIDTH)
+            cosine, sine = turn_factors(index_table_ptr, number, INDEX_WIDTH, INDEX_ROPE, INDEX_WIDTH)
             if INDEX == "compressor":
                 key = pooled(index_value_ptr, index_gate_ptr, index_bias_ptr, index_pending_in, entry, length,
                              INDEX_VALUE, INDEX_GATE, BIASED, R, RATIO, OVERLAP, PENDING_SLOTS, INDEX_WIDTH,
                              INDEX_WIDTH)  # fmt: skip
             else:
+                weight = norm_weight(entry_weight_ptr, WIDTH, N)
                 x = pooled(value_ptr, gate_ptr, bias_ptr, pending_in, entry, length, VALUE, GATE, BIASED, R,
                            RATIO, OVERLAP, PENDING_SLOTS, WIDTH, N)  # fmt: skip
-                x = normed(rounded(x, dtype), entry_weight_ptr, dtype, WIDTH, EPS, N)
+                x = normed(rounded(x, dtype), weight, dtype, WIDTH, EPS)
                 key = matrix_times_row(projection_ptr, x, INDEX_WIDTH, WIDTH, N)
-            store_index_key(rounded(key, dtype), index_weight_ptr, index_table_ptr, index_keys_ptr, entry, number,
-                            INDEX_WIDTH, INDEX_ROPE, EPS, QUANTISE, HADAMARD)  # fmt: skip
+            store_index_key(rounded(key, dtype), index_weight, cosine, sine, index_keys_ptr, entry, INDEX_WIDTH,
+                            EPS, QUANTISE, HADAMARD)  # fmt: skip
 
 
 def block_rows(rows: Rows, spec: RowSpec) -> tuple[jax.Array, jax.Array | None]:
