@@ -180,19 +180,25 @@ class FusedDrafter:
         return Block(made.hidden[:rows], logits[:rows], [], routes)
 
     def chain(self, block: Block, anchor: jax.Array, draw: Callable) -> tuple[Drafts, Any]:
-        """Draws the tokens one after another, as `Drafter.chain` does; unrolled, to stay one captured graph."""
-        previous, steps = anchor, []
+        """Draws the tokens one after another, as `Drafter.chain` does.
+
+        A loop, not its turns one by one: every node of a captured graph costs the host time, taken or not.
+        """
         weight = self.packed.draft_floats["confidence"]
+
+        def row(previous: jax.Array, inputs: tuple) -> tuple:
+            j, base, hidden = inputs
+            embedded = self.packed.markov_embed[previous].astype(jnp.float32)
+            logits = base + self.numerics.exact_product("r,vr->v", embedded, self.packed.markov_head)
+            token, kept = draw(j, logits)
+            joined = jnp.concatenate([hidden.astype(jnp.float32), embedded])
+            return token, (token, logits, self.numerics.exact_product("k,nk->n", joined, weight)[0], kept)
+
+        rows = jnp.arange(block.hidden.shape[0], dtype=jnp.int32)
         with jax.named_scope("markov_chain"):
-            for j in range(block.hidden.shape[0]):
-                embedded = self.packed.markov_embed[previous].astype(jnp.float32)
-                bias = self.numerics.exact_product("r,vr->v", embedded, self.packed.markov_head)
-                logits = block.base_logits[j] + bias
-                previous, kept = draw(jnp.int32(j), logits)
-                joined = jnp.concatenate([block.hidden[j].astype(jnp.float32), embedded])
-                sure = self.numerics.exact_product("k,nk->n", joined, weight)[0]
-                steps.append((previous, logits, sure, kept))
-        ids, logits, confidence, kept = jax.tree.map(lambda *rows: jnp.stack(rows), *steps)
+            _, (ids, logits, confidence, kept) = jax.lax.scan(
+                row, anchor, (rows, block.base_logits, block.hidden)
+            )
         return Drafts(ids, logits, confidence), kept
 
     def greedy_chain(self, block: Block, anchor: jax.Array, count: jax.Array) -> Drafts:
