@@ -11,15 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy_models import FAMILIES, Toy, assert_same_state, toy
+from packed_toys import whole_toy
+from toy_models import FAMILIES, assert_same_state
 
-from pallas_kernels import formats
-from v4flash.model.drafter import Model
 from v4flash.model.fused.arena import Arena
 from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.fused.model import ROWS, FusedModel
 from v4flash.model.fused.packing import pack_model
-from v4flash.model.numerics import Numerics
 
 # Sums of float32 in another order, behind a few layers; a rounding that flips moves a logit by about this much.
 TOLERANCE = 2e-4
@@ -29,33 +27,6 @@ CONTEXT = 160
 BLOCK = 5
 
 
-def with_payloads(family: str) -> Toy:
-    """The toy with its weights stored as published: FP8 and FP4 payloads with scales, bf16."""
-    plain = toy(family, quantise=True)
-    config, numerics = plain.config, Numerics(quantise=True, packed=True)
-    graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Model(config, numerics)))
-    decoded = {path: variable.get_value() for path, variable in nnx.to_flat_state(plain.params)}
-    variables, payloads, chosen = nnx.to_flat_state(abstract), {}, []
-    for path, variable in variables:
-        dtype, rows = variable.get_value().dtype, "engram" in path and "embed" in path
-        if path[-1] != "weight" or dtype not in (jnp.float8_e4m3fn, jnp.uint8):
-            continue
-        if dtype == jnp.uint8:
-            pair = formats.encode_fp4(decoded[path])
-        elif rows:
-            pair = (
-                part[:, 0] for part in formats.encode_fp8(decoded[path][:, None], config.weight_block_size)
-            )
-        else:
-            pair = formats.encode_fp8(decoded[path], config.weight_block_size)
-        payloads |= zip((path, (*path[:-1], "scale")), pair, strict=True)
-    for path, variable in variables:
-        value, shape = payloads.get(path, decoded.get(path)), variable.get_value()
-        assert value.shape == shape.shape, path
-        chosen.append((path, variable.replace(value.astype(shape.dtype))))
-    return Toy(config, numerics, graphdef, nnx.from_flat_state(chosen))
-
-
 def one_pass(model, tokens, state, count):
     """Everything a step asks of a model: logits, routes, state, and a drafted block behind it."""
     output, state = model.backbone.trunk(tokens, state, count)
@@ -63,16 +34,14 @@ def one_pass(model, tokens, state, count):
     state = model.drafter.commit(state, output.taps, state.length, count).advance(count)
     block = model.drafter.block(model.backbone, state, tokens[0], BLOCK, jnp.int32(BLOCK))
     drafts = model.drafter.greedy_chain(block, tokens[0], jnp.int32(BLOCK))
-    taken, _ = model.drafter.chain(
-        block, tokens[0], lambda j, row: (jnp.argmax(row).astype(jnp.int32), None)
-    )
+    taken, _ = model.drafter.chain(block, tokens[0], lambda j, row: (jnp.argmax(row).astype(jnp.int32), None))
     drafts = dataclasses.replace(drafts, ids=jnp.where(taken.ids == drafts.ids, drafts.ids, -1))
     return logits, output.routes, state, block.base_logits, drafts.ids, drafts.confidence
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_model_computes_what_the_modules_do(family):
-    plain = with_payloads(family)
+    plain = whole_toy(family)
     packed = pack_model(plain.model)
     config, numerics = plain.config, plain.numerics
     modules = jax.jit(lambda params, *rest: one_pass(nnx.merge(plain.graphdef, params), *rest))

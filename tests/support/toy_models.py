@@ -62,11 +62,16 @@ FAMILIES = ("v4", "v41")
 def toy_json(family: str) -> dict:
     """The published-style configuration of a toy model: of a family, or 'mini'."""
     raw = dict({"v4": V4_TOY, "v41": V41_TOY, "mini": MINI_TOY}[family])
-    if family == "v41":
-        raw["engram_num_embeddings"] = [1, 1]
-        engram = dataclasses.replace(ModelConfig.from_dict(raw).engram)
-        raw["engram_num_embeddings"] = [sum(map(sum, sizes)) for sizes in table_primes(engram).values()]
-    return raw
+    return with_table_sizes(raw)
+
+
+def with_table_sizes(raw: dict) -> dict:
+    """The configuration with the sizes that its n-gram tables must have, if it has any."""
+    if not raw.get("engram_layer_ids"):
+        return raw
+    raw = raw | {"engram_num_embeddings": [1] * len(raw["engram_layer_ids"])}
+    engram = dataclasses.replace(ModelConfig.from_dict(raw).engram)
+    return raw | {"engram_num_embeddings": [sum(map(sum, sizes)) for sizes in table_primes(engram).values()]}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +94,11 @@ class Toy:
 @functools.cache
 def toy(family: str, quantise: bool = False) -> Toy:
     """The toy model of a family with decoded float32 weights."""
-    config = ModelConfig.from_dict(toy_json(family))
+    return random_toy(ModelConfig.from_dict(toy_json(family)), quantise)
+
+
+def random_toy(config: ModelConfig, quantise: bool) -> Toy:
+    """A toy model of any configuration with decoded float32 weights."""
     numerics = Numerics(quantise=quantise, packed=False)
     graphdef, abstract = nnx.split(nnx.eval_shape(lambda: Model(config, numerics)))
     random = np.random.default_rng(7)
