@@ -182,40 +182,48 @@ class FusedDrafter:
     def chain(self, block: Block, anchor: jax.Array, draw: Callable) -> tuple[Drafts, Any]:
         """Draws the tokens one after another, as `Drafter.chain` does.
 
-        A loop, not its turns one by one: every node of a captured graph costs the host time, taken or not.
+        A loop, not its turns one by one: every node of a captured graph costs the host time, taken or not. It picks
+        and puts rows by masks, for copies of slices would end the capture.
         """
-        weight = self.packed.draft_floats["confidence"]
+        turns = block.hidden.shape[0]
+        place = jnp.arange(turns)
 
-        def row(previous: jax.Array, inputs: tuple) -> tuple:
-            j, base, hidden = inputs
+        def picked(rows: jax.Array, j: jax.Array) -> jax.Array:
+            return jnp.sum(jnp.where((place == j)[:, None], rows, 0), axis=0)
+
+        def put(rows: jax.Array, row: jax.Array, j: jax.Array) -> jax.Array:
+            return jnp.where((place == j).reshape(-1, *[1] * row.ndim), row, rows)
+
+        def turn(j: jax.Array, carry: tuple) -> tuple:
+            previous, made = carry
             embedded = self.packed.markov_embed[previous].astype(jnp.float32)
-            logits = base + self.numerics.exact_product("r,vr->v", embedded, self.packed.markov_head)
+            bias = self.numerics.exact_product("r,vr->v", embedded, self.packed.markov_head)
+            logits = picked(block.base_logits, j) + bias
             token, kept = draw(j, logits)
-            joined = jnp.concatenate([hidden.astype(jnp.float32), embedded])
-            return token, (token, logits, self.numerics.exact_product("k,nk->n", joined, weight)[0], kept)
+            return token, jax.tree.map(lambda rows, row: put(rows, row, j), made, (token, logits, kept))
 
-        rows = jnp.arange(block.hidden.shape[0], dtype=jnp.int32)
+        row = jax.eval_shape(lambda: (anchor, block.base_logits[0], draw(anchor, block.base_logits[0])[1]))
+        made = jax.tree.map(lambda x: jnp.zeros((turns, *x.shape), x.dtype), row)
         with jax.named_scope("markov_chain"):
-            _, (ids, logits, confidence, kept) = jax.lax.scan(
-                row, anchor, (rows, block.base_logits, block.hidden)
-            )
-        return Drafts(ids, logits, confidence), kept
+            _, (ids, logits, kept) = jax.lax.fori_loop(0, turns, turn, (anchor, made))
+            return Drafts(ids, logits, self._confidence(block, anchor, ids)), kept
 
     def greedy_chain(self, block: Block, anchor: jax.Array, count: jax.Array) -> Drafts:
         """The likeliest tokens, as `Drafter.greedy_chain`; rows behind `count` hold id 0."""
         packed, spec = self.packed, specs.chain_spec(self.config)
-        ops = self.bodies(
-            self.config, self.numerics, ROWS, specs.attention_spec(self.config, self.numerics)
-        )
+        ops = self.bodies(self.config, self.numerics, ROWS, specs.attention_spec(self.config, self.numerics))
         with jax.named_scope("markov_chain"):
             ids, logits = ops.chain(
                 spec, block.base_logits, anchor, packed.markov_embed, packed.markov_head, count
             )
-            before = jnp.concatenate([anchor[None], ids[:-1]])
-            embedded = packed.markov_embed[before].astype(jnp.float32)
-            joined = jnp.concatenate([block.hidden.astype(jnp.float32), embedded], axis=1)
-            sure = self.numerics.exact_product("rk,nk->rn", joined, packed.draft_floats["confidence"])
-        return Drafts(ids, logits, sure[:, 0])
+            return Drafts(ids, logits, self._confidence(block, anchor, ids))
+
+    def _confidence(self, block: Block, anchor: jax.Array, ids: jax.Array) -> jax.Array:
+        """Log-odds [K] that each draft is accepted, from its row and the token before it."""
+        before = jnp.concatenate([anchor[None], ids[:-1]])
+        embedded = self.packed.markov_embed[before].astype(jnp.float32)
+        joined = jnp.concatenate([block.hidden.astype(jnp.float32), embedded], axis=1)
+        return self.numerics.exact_product("rk,nk->rn", joined, self.packed.draft_floats["confidence"])[:, 0]
 
 
 class FusedModel:
