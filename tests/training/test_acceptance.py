@@ -2,13 +2,17 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy_model import TOY
 
 from v4flash.config import ModelConfig
+from v4flash.speculative.rejection import verify_blockwise, verify_tokenwise
 from v4flash.training import acceptance
 from v4flash.training.acceptance_figures import (
+    STANDARD_ERRORS,
     Decoded,
     Step,
     counted_until,
@@ -137,15 +141,53 @@ def test_no_steps_give_no_figures(trigram):
 
 
 def test_first_acceptance_against_its_expectation():
-    steps = [Step(1, 2, 1, 3, (), 0.5), Step(3, 1, 0, 3, (), 0.5), Step(4, 2, 1, 3, (), 1.0)]
+    steps = [Step(1, 2, 1, 3, (), (0.5,)), Step(3, 1, 0, 3, (), (0.5,)), Step(4, 2, 1, 3, (), (1.0,))]
     assert first_acceptance(steps) == {"measured": 0.66667, "expected": 0.66667, "standard_error": 0.2357}
+
+
+def test_perfect_knowledge_is_ranked_over_the_same_drafts(trigram):
+    steps = [
+        Step(1, 2, 1, 3, (0.1, 0.9, 0.9), (0.8, 0.4, 0.9)),
+        Step(3, 1, 0, 3, (0.2, 0.9, 0.9), (0.6, 0.9, 0.9)),
+    ]
+    found = figures([text_of(steps)], K, trigram)
+    assert found["auc_of_chance"] == 1.0 and found["auc"] == 0.0
+    assert found["first_acceptance"]["expected"] == 0.7
+
+
+@pytest.mark.parametrize("blockwise", [False, True])
+def test_chances_are_those_of_the_rule(blockwise):
+    """Against the rule's own coins: among drafts that were reached, the share that stays is the mean chance."""
+    rng = np.random.default_rng(0)
+    laws, targets = jnp.asarray(rng.dirichlet(np.ones(4), (2, K)), jnp.float32)
+    rounds = 4000
+    drawn = np.stack(
+        [rng.choice(4, rounds, p=law / law.sum()) for law in np.asarray(laws, np.float64)], axis=1
+    )
+    coins = rng.random((rounds, K)).astype(np.float32)
+    redraws = jnp.zeros((K + 1, 2), jnp.float32)
+    behind = jnp.concatenate([targets, targets[:1]])
+    rule = verify_blockwise if blockwise else verify_tokenwise
+
+    @jax.jit
+    @jax.vmap
+    def one(ids, coins):
+        chances = acceptance.chances_of(ids, laws, targets, jnp.int32(K), jnp.asarray(blockwise))
+        return chances, rule(ids, laws, behind, jnp.int32(K), coins, redraws).accepted
+
+    chances, accepted = map(np.asarray, one(drawn, coins))
+    for place in range(K):
+        reached = accepted >= place
+        stayed = (accepted[reached] > place).mean()
+        expected = chances[reached, place].mean()
+        assert abs(stayed - expected) < STANDARD_ERRORS * np.sqrt(0.25 / reached.sum())
 
 
 def row(kind: str, temperature: float = 1.0, **changes) -> dict:
     found = {
         "class": kind, "temperature": temperature, "texts": 2, "tokens": 30, "steps": 10, "loop_excluded": 4,
         "drafts_verified": 30, "tokens_per_step": 3.0, "survival": [0.9, 0.7, None], "conditional": [0.9, 0.8, None],
-        "auc": 0.8, "trigram_tokens_per_step": 2.5,
+        "auc": 0.8, "auc_of_chance": 0.91, "trigram_tokens_per_step": 2.5,
         "first_acceptance": {"measured": 0.8, "expected": 0.75, "standard_error": 0.02},
     }  # fmt: skip
     return found | changes
@@ -171,13 +213,13 @@ def document() -> dict:
     rows = [row("code"), row("all")]
     return {
         "checkpoint": "ab" * 32, "device": "a device", "versions": {"jax": "1.2"}, "mode": "qat", "dtype": "float32",
-        "k": K, "prompts_per_class": 2, "tokens": 40, "figures": rows, "gates": gates(rows),
+        "k": K, "rule": "block", "prompts_per_class": 2, "tokens": 40, "figures": rows, "gates": gates(rows),
     }  # fmt: skip
 
 
 def test_table_shows_every_figure():
     lines = markdown(json.loads(json.dumps(document()))).splitlines()
-    assert "| code | 1 | 30 | 10 | 3.00 | 2.50 | 0.90 0.70 n/a | 0.90 0.80 n/a | 0.800 | 4 |" in lines
+    assert "| code | 1 | 30 | 10 | 3.00 | 2.50 | 0.90 0.70 n/a | 0.90 0.80 n/a | 0.800 | 0.910 | 4 |" in lines
     assert any("0.8000 of the steps" in line and "0.7500 (standard error 0.0200)" in line for line in lines)
     assert "| confidence ranks | yes |" in lines
 
@@ -191,6 +233,8 @@ def test_card_carries_the_measured_figures():
     assert markdown(document()) in card and "ab" * 32 in card
     assert "partly memorised" in card and "| somewhere | 1 |  | MIT |  |" in card
     assert "measured with the decoder" not in model_card(config, corpus, records)
+    assert "## Remarks" not in card
+    assert "## Remarks\n\nIt is young.\n" in model_card(config, corpus, records, document(), "It is young.\n")
 
 
 def test_documents_and_prompts():

@@ -24,13 +24,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from v4flash.checkpoint.safetensors_file import write_atomically
-from v4flash.engine.language_model import DTYPES, LanguageModel, load
+from v4flash.engine.language_model import DTYPES, RULES, LanguageModel, load
 from v4flash.engine.programs import new_stream
 from v4flash.errors import UsageError, V4FlashError
 from v4flash.fidelity.id_lists import rounded_context
 from v4flash.fidelity.transcripts import digest
 from v4flash.speculative.filters import SamplingParams, target_law
-from v4flash.speculative.rejection import acceptance_probability
+from v4flash.speculative.rejection import acceptance_probability, block_chances
 from v4flash.speculative.step import draft
 from v4flash.speculative.stream import Control, Stream
 from v4flash.text import Tokenizer
@@ -39,7 +39,7 @@ from v4flash.training.batches import TOKEN_DTYPE
 from v4flash.training.corpus import CLASSES
 from v4flash.training.trigram import Trigram
 
-SCHEMA = 1
+SCHEMA = 2
 PROMPT_LENGTHS = 48, 96
 SHORTEST_REST = 64  # tokens of a document behind its prompt, so that the prompt is no complete text
 TEMPERATURES = 0.0, 1.0
@@ -78,30 +78,42 @@ def _spread(items: Sequence, count: int) -> list:
     return [items[place] for place in places]
 
 
-def make_overlap(model: LanguageModel) -> Callable[[Any, Stream, Control], jax.Array]:
-    """A jitted function (weights, stream at the start of a step, control) -> sum of min(p, q), float32 [].
+def make_chances(model: LanguageModel) -> Callable[[Any, Stream, Control], jax.Array]:
+    """A jitted function (weights, stream at the start of a step, control) -> chances of its drafts, float32 [K].
 
-    q is the law of the first draft, by the drafter that the step runs; p the target's law behind the anchor,
-    from a pass of the same rows of which only the first is live.
+    Entry j is the chance, given the drafts before j and that they stay, that draft j stays as well: the sum over v of
+    min(s * p(v), q(v)) / s. q is the law of draft j, by the drafter that the step runs; p the target's law there,
+    from a pass over anchor and drafts; s the share of the target's mass that the earlier drafts still stand for, 1
+    when drafts are judged one by one.
     """
     graphdef, rows, limit = model.graphdef, model.programs.shapes.rows, model.draft_limit
 
-    def overlap(params: nnx.State, stream: Stream, control: Control) -> jax.Array:
+    def chances(params: nnx.State, stream: Stream, control: Control) -> jax.Array:
         merged = nnx.merge(graphdef, params)
-        _, laws, _ = draft(merged, stream, control, limit)
-        tokens = jnp.zeros((rows,), jnp.int32).at[0].set(stream.anchor)
-        trunk, _ = merged.backbone.trunk(tokens, stream.decode, jnp.int32(1))
-        logits = merged.backbone.logits(trunk.hidden)[0]
-        return acceptance_probability(target_law(logits, control.sampling), laws[0])
+        ids, laws, _ = draft(merged, stream, control, limit)
+        tokens = jnp.zeros((rows,), jnp.int32).at[0].set(stream.anchor).at[1 : limit + 1].set(ids)
+        trunk, _ = merged.backbone.trunk(tokens, stream.decode, control.draft_length + 1)
+        targets = target_law(merged.backbone.logits(trunk.hidden)[:limit], control.sampling)
+        return chances_of(ids, laws, targets, control.draft_length, control.blockwise)
 
-    return jax.jit(overlap)
+    return jax.jit(chances)
+
+
+def chances_of(
+    ids: jax.Array, laws: jax.Array, targets: jax.Array, live: jax.Array, blockwise: jax.Array
+) -> jax.Array:
+    """The chances [K] of drafts int32 [K] from their laws and the target's [K, V]; 0 where none can remain."""
+    carried, _ = block_chances(ids, laws, targets, live)
+    share = jnp.where(blockwise, carried[:-1], 1)
+    stays = acceptance_probability(share[:, None] * targets, laws)
+    return jnp.where(share > 0, stays / jnp.where(share > 0, share, 1), 0)
 
 
 def decode(
-    model: LanguageModel, prompt: list[int], k: int, temperature: float, seed: int, budget: int
+    model: LanguageModel, prompt: list[int], k: int, temperature: float, seed: int, budget: int, rule: str
 ) -> Decoded:
     """Decodes up to `budget` tokens or the end mark, as any caller of the library would."""
-    generation = model.generate(prompt, k=k, temperature=temperature, seed=seed, max_tokens=budget)
+    generation = model.generate(prompt, k=k, temperature=temperature, seed=seed, max_tokens=budget, rule=rule)
     records = list(generation)
     steps = [
         Step(
@@ -116,10 +128,10 @@ def decode(
     return Decoded(prompt, generation.tokens, steps, budget)
 
 
-def with_overlaps(
-    model: LanguageModel, overlap: Callable, text: Decoded, k: int, temperature: float, seed: int
+def with_chances(
+    model: LanguageModel, chances: Callable, text: Decoded, k: int, temperature: float, seed: int, rule: str
 ) -> Decoded:
-    """The same text with the overlap at the start of every step, found by taking all steps again.
+    """The same text with the chances of every step's drafts, found by taking all steps again.
 
     Raises V4FlashError when the second run emits other tokens: draws depend on seed and position only.
     """
@@ -128,6 +140,7 @@ def with_overlaps(
         sampling=SamplingParams.make(temperature=temperature),
         seed=seed,
         stop_ids=(model.config.eos_token_id,),
+        rule=rule,
     )
     session = model.session()
     session.tokens.extend(text.prompt)
@@ -136,15 +149,15 @@ def with_overlaps(
     shapes = model.programs.shapes
     stream = new_stream(session.state, [*text.prompt, *ids], text.budget - 1, control, shapes)
     while len(found) < len(text.steps):
-        found.append(overlap(model.params, stream, control))
+        found.append(chances(model.params, stream, control))
         stream, result = model.programs.step(model.params, stream, control)
         ids += result.tokens[: int(result.emitted)].tolist()
     if ids != text.ids:
         raise V4FlashError(
             f"two runs with seed {seed} emitted different tokens; expected the same ones, please report this"
         )
-    values = map(float, jax.device_get(found))
-    steps = [dataclasses.replace(step, overlap=value) for step, value in zip(text.steps, values, strict=True)]
+    values = [tuple(array.tolist()) for array in jax.device_get(found)]
+    steps = [dataclasses.replace(step, chances=value) for step, value in zip(text.steps, values, strict=True)]
     return dataclasses.replace(text, steps=steps)
 
 
@@ -154,18 +167,19 @@ def measure(
     trigram: Trigram,
     k: int,
     budget: int,
+    rule: str,
     say: Callable[[str], Any],
 ) -> list[dict[str, Any]]:
     """Rows of figures for every class and for all classes together, at temperatures 0 and 1."""
-    overlap, rows = make_overlap(model), []
+    chances, rows = make_chances(model), []
     for temperature in TEMPERATURES:
         everything: list[Decoded] = []
         for kind, class_prompts in prompts.items():
             texts = []
             for seed, prompt in enumerate(class_prompts):
-                text = decode(model, prompt, k, temperature, seed, budget)
+                text = decode(model, prompt, k, temperature, seed, budget, rule)
                 if temperature > 0:
-                    text = with_overlaps(model, overlap, text, k, temperature, seed)
+                    text = with_chances(model, chances, text, k, temperature, seed, rule)
                 texts.append(text)
             everything += texts
             rows.append({"class": kind, "temperature": temperature, **figures(texts, k, trigram)})
@@ -191,6 +205,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--prompts-per-class", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=200, help="new tokens of each text at most")
     parser.add_argument("--k", type=int, default=5, help="drafts a step")
+    parser.add_argument(
+        "--rule", choices=RULES, default=RULES[0], help="how drafts are judged (default: %(default)s)"
+    )
     parser.add_argument("--mode", choices=("exact", "qat"), help="default: what the checkpoint asks for")
     parser.add_argument(
         "--dtype", choices=tuple(DTYPES), help="default: float32 on a CPU, bfloat16 elsewhere"
@@ -215,7 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
     trigram = Trigram([read_stream(options.corpus, "train", kind) for kind in CLASSES], tokenizer.vocab_size)
     context = rounded_context([longest + options.tokens])
     model = load(options.ckpt, context=context, mode=options.mode, dtype=options.dtype, progress=say)
-    rows = measure(model, prompts, trigram, options.k, options.tokens, say)
+    rows = measure(model, prompts, trigram, options.k, options.tokens, options.rule, say)
     device = jax.devices()[0]
     document = {
         "schema": SCHEMA,
@@ -227,6 +244,7 @@ def main(arguments: list[str] | None = None) -> int:
         "dtype": np.dtype(model.numerics.dtype).name,
         "rows": model.programs.shapes.rows,
         "k": options.k,
+        "rule": options.rule,
         "prompts_per_class": options.prompts_per_class,
         "tokens": options.tokens,
         "figures": rows,

@@ -34,7 +34,8 @@ class Step:
       start: index of its first emitted token among the generated ids.
       emitted, accepted, drafted: tokens that came out, drafts among them, drafts verified.
       confidence: predicted acceptance of each verified draft.
-      overlap: sum of min(p, q) at the first draft, the chance that it is accepted; None where not computed.
+      chances: of each verified draft, before it is drawn, the chance that it is accepted if those before it are;
+        None where not computed.
     """
 
     start: int
@@ -42,7 +43,7 @@ class Step:
     accepted: int
     drafted: int
     confidence: tuple[float, ...] = ()
-    overlap: float | None = None
+    chances: tuple[float, ...] | None = None
 
     @property
     def judged(self) -> int:
@@ -82,8 +83,9 @@ def figures(texts: Sequence[Decoded], k: int, trigram: Trigram) -> dict[str, Any
     Keys: texts; tokens and steps that count; loop_excluded, tokens left out because the text had begun to
     repeat itself; drafts_verified; tokens_per_step; survival, by draft position the share of steps that accepted
     it and all before it; conditional, the share accepted of drafts whose prefix was; auc, how well the
-    confidence ranks the latter; trigram_tokens_per_step on the same text; and, where every step carries an
-    overlap, first_acceptance: measured, expected (mean overlap), standard_error of their difference.
+    confidence ranks the latter; trigram_tokens_per_step on the same text; and, where every step carries chances,
+    auc_of_chance, how well perfect knowledge of them would rank, and first_acceptance: measured, expected (mean
+    chance), standard_error of their difference.
     """
     steps, replayed, excluded = [], [], 0
     for text in texts:
@@ -98,8 +100,6 @@ def figures(texts: Sequence[Decoded], k: int, trigram: Trigram) -> dict[str, Any
     drafted = [sum(step.drafted > j for step in steps) for j in range(k)]
     judged = [sum(step.judged > j for step in steps) for j in range(k)]
     accepted = [sum(step.accepted > j for step in steps) for j in range(k)]
-    pairs = [(step.confidence[j], j < step.accepted) for step in steps for j in range(step.judged)]
-    score, outcome = np.array(pairs, np.float64).reshape(-1, 2).T
     found = {
         "texts": len(texts),
         "tokens": tokens,
@@ -109,25 +109,37 @@ def figures(texts: Sequence[Decoded], k: int, trigram: Trigram) -> dict[str, Any
         "tokens_per_step": _share(tokens, len(steps)),
         "survival": [_share(a, d) for a, d in zip(accepted, drafted, strict=True)],
         "conditional": [_share(a, j) for a, j in zip(accepted, judged, strict=True)],
-        "auc": round(ranking_quality(score, outcome), 4) if 0 < outcome.sum() < len(outcome) else None,
+        "auc": _ranking(steps, [step.confidence for step in steps]),
         "trigram_tokens_per_step": _share(sum(replayed), len(replayed)),
     }
-    if steps and all(step.overlap is not None for step in steps):
+    if steps and all(step.chances is not None for step in steps):
+        found["auc_of_chance"] = _ranking(steps, [step.chances for step in steps])
         found["first_acceptance"] = first_acceptance(steps)
     return found
+
+
+def _ranking(steps: Sequence[Step], scores: Sequence[Sequence[float]]) -> float | None:
+    """Area under the ROC curve of a score for each judged draft; None unless some were accepted and some refused."""
+    pairs = [
+        (score[j], j < step.accepted)
+        for step, score in zip(steps, scores, strict=True)
+        for j in range(step.judged)
+    ]
+    score, outcome = np.array(pairs, np.float64).reshape(-1, 2).T
+    return round(ranking_quality(score, outcome), 4) if 0 < outcome.sum() < len(outcome) else None
 
 
 def first_acceptance(steps: Sequence[Step]) -> dict[str, float]:
     """Measured and expected acceptance of the first draft, and the standard error of their difference.
 
-    Given everything before it, a step accepts its first draft with a probability equal to its overlap, so the
-    variance of the difference is the sum of overlap * (1 - overlap).
+    Given everything before it, a step accepts its first draft with that draft's chance, so the variance of the
+    difference is the sum of chance * (1 - chance).
     """
-    overlap = np.array([step.overlap for step in steps], np.float64)
+    chance = np.array([step.chances[0] for step in steps], np.float64)
     return {
         "measured": round(float(np.mean([step.accepted > 0 for step in steps])), 5),
-        "expected": round(float(overlap.mean()), 5),
-        "standard_error": round(math.sqrt(max((overlap * (1 - overlap)).sum(), 0)) / len(steps), 5),
+        "expected": round(float(chance.mean()), 5),
+        "standard_error": round(math.sqrt(max((chance * (1 - chance)).sum(), 0)) / len(steps), 5),
     }
 
 
@@ -155,30 +167,32 @@ def markdown(document: dict[str, Any]) -> str:
     k, rows = document["k"], document["figures"]
     lines = [
         f"{document['prompts_per_class']} held-out prompts a class, up to {document['tokens']} tokens each, k = {k}, "
-        f"{document['mode']}, {document['dtype']}, {document['device']}, jax {document['versions']['jax']}.",
+        f"rule '{document['rule']}', {document['mode']}, {document['dtype']}, {document['device']}, "
+        f"jax {document['versions']['jax']}.",
         "",
         "| text | T | tokens | steps | tokens per step | trigram | accepted with all before it, by position "
-        "| accepted if those before it were | confidence AUC | looped |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| accepted if those before it were | confidence AUC | AUC of the true chance | looped |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         lines.append(
             f"| {row['class']} | {row['temperature']:g} | {row['tokens']} | {row['steps']} "
             f"| {_shown(row['tokens_per_step'])} | {_shown(row['trigram_tokens_per_step'])} "
             f"| {' '.join(map(_shown, row['survival']))} | {' '.join(map(_shown, row['conditional']))} "
-            f"| {_shown(row['auc'], 3)} | {row['loop_excluded']} |"
+            f"| {_shown(row['auc'], 3)} | {_shown(row.get('auc_of_chance'), 3)} | {row['loop_excluded']} |"
         )
     lines += [
         "",
         f"`trigram`: tokens per step of a table of pairs along the same texts. `looped`: tokens left out of every "
-        f"figure because the text had begun to repeat {LOOP_LENGTH} tokens.",
+        f"figure because the text had begun to repeat {LOOP_LENGTH} tokens. `AUC of the true chance`: what a "
+        "confidence would reach that knew, before each draft is drawn, with what probability it will be accepted.",
     ]
     for row in rows:
         if row["class"] == ALL and (check := row.get("first_acceptance")):
             lines += [
                 "",
                 f"Self-check at temperature {row['temperature']:g}: the first draft was accepted in "
-                f"{check['measured']:.4f} of the steps; the mean overlap of both laws says {check['expected']:.4f} "
+                f"{check['measured']:.4f} of the steps; the overlap of both laws says {check['expected']:.4f} "
                 f"(standard error {check['standard_error']:.4f}).",
             ]
     lines += ["", "| bar | cleared |", "| --- | --- |"]

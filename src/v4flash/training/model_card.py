@@ -2,8 +2,8 @@
 
     python -m v4flash.training.model_card --ckpt demo
 
-writes `README.md` anew from the checkpoint's config.json, corpus_manifest.json, losses.json and, where it exists,
-acceptance.json.
+writes `README.md` anew from the checkpoint's config.json, corpus_manifest.json, losses.json and, where they exist,
+acceptance.json and remarks.md, the one part that a person wrote.
 
 Knows: which figures of a run a reader needs. Does not know: how they were made.
 """
@@ -27,8 +27,9 @@ def model_card(
     corpus: Mapping[str, Any],
     records: Mapping[str, list[dict]],
     acceptance: dict[str, Any] | None = None,
+    remarks: str = "",
 ) -> str:
-    """Markdown from the configuration, the corpus manifest, the log of a run, and figures of acceptance.py."""
+    """Markdown from the configuration, the corpus manifest, the log of a run, figures of acceptance.py, and remarks."""
     lines = [*_introduction(config), *_corpus(corpus), *_losses(records), *_drafter(records)]
     if acceptance:
         lines += [
@@ -39,6 +40,8 @@ def model_card(
             f"Weights measured: sha256 `{acceptance['checkpoint']}` over the shards in name order.",
             "",
         ]
+    if remarks:
+        lines += ["## Remarks", "", remarks.strip(), ""]
     return "\n".join([*lines, *_REBUILD, ""])
 
 
@@ -163,12 +166,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--acceptance", type=Path, help="default: acceptance.json there, if it exists")
     options = parser.parse_args(arguments)
     folder = options.ckpt
-    acceptance = options.acceptance or folder / "acceptance.json"
+    acceptance, remarks = options.acceptance or folder / "acceptance.json", folder / "remarks.md"
     card = model_card(
         ModelConfig.from_file(folder),
         _read(options.corpus_manifest or folder / "corpus_manifest.json"),
         _read(options.losses or folder / "losses.json"),
         _read(acceptance) if options.acceptance or acceptance.is_file() else None,
+        remarks.read_text(encoding="utf-8") if remarks.is_file() else "",
     )
     write_atomically(folder / "README.md", [card.encode()])
     print(f"wrote {folder / 'README.md'}")
