@@ -30,6 +30,7 @@ from jax.experimental import serialize_executable
 import pallas_kernels
 import v4flash
 from v4flash.config import ModelConfig
+from v4flash.engine import compiler_options
 from v4flash.engine.backends import WeightForm, module_form, no_fused_body, packed_form, refusals
 from v4flash.engine.diagnosis import Diagnosis
 from v4flash.model.fused.bodies import ReferenceBodies
@@ -228,7 +229,8 @@ def executable(
     if found is not None:
         return found, True
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
-    compiled = jax.jit(function, donate_argnums=donated).trace(*abstract).lower().compile()
+    lowered = jax.jit(function, donate_argnums=donated).trace(*abstract).lower()
+    compiled = lowered.compile(compiler_options=compiler_options.here())
     if file:
         _store(file, compiled)
     return compiled, False
@@ -249,7 +251,7 @@ def _cache_key(facts: tuple[str, ...], arguments: tuple) -> str:
     ]
     parts = [
         jax.__version__, jaxlib.__version__, flax.__version__, device.platform, device.device_kind,
-        device.client.platform_version, _processor(), *facts, repr(leaves),
+        device.client.platform_version, _processor(), *facts, repr(leaves), repr(compiler_options.here()),
         os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), _source_digest(),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
