@@ -38,7 +38,7 @@ print(f"{model.config.family}, {model.mode} arithmetic, up to {model.draft_limit
 # once.
 
 # %%
-PROMPT = "def read_lines(path):\n    "
+PROMPT = 'def read_lines(path):\n    """Return the lines of a text file without their line ends."""\n'
 
 
 def write(generation, mark="\u2506"):
