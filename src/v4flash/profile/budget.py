@@ -10,6 +10,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,18 +66,23 @@ def budget(request: Request) -> dict[str, Any]:
     too many drafts, CheckpointError for a wrong configuration, CapacityError without the CUDA plugin.
     """
     configuration(request.config), targets.target(request.target)
+    what = f"{request.config} for {request.target}"
+    return apart("v4flash.profile.budget", dataclasses.asdict(request), what)
+
+
+def apart(module: str, request: dict[str, Any], what: str) -> dict[str, Any]:
+    """Runs `python -m module` with the request as JSON, and returns what it answers; `what` it compiles, for errors."""
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "v4flash.profile.budget", json.dumps(dataclasses.asdict(request))]
     done = subprocess.run(
-        command, env=inherited | _ENVIRONMENT, capture_output=True, text=True, errors="replace"
-    )
+        [sys.executable, "-m", module, json.dumps(request)],
+        env=inherited | _ENVIRONMENT, capture_output=True, text=True, errors="replace",
+    )  # fmt: skip
     try:
         answer = json.loads(done.stdout)
     except ValueError:
         said = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise CapacityError(
-            f"compiling {request.config} for {request.target} ended with code {done.returncode} ({said}); "
-            "the compiler needs about 3 GB of memory"
+            f"compiling {what} ended with code {done.returncode} ({said}); the compiler needs about 3 GB of memory"
         ) from None
     if "error" in answer:
         raise getattr(errors, answer["kind"], V4FlashError)(answer["error"])
@@ -165,15 +171,15 @@ def installed_versions() -> dict[str, str]:
     return found
 
 
-def main() -> int:
-    """Answers the request in the first argument with a document, or with an error, on standard output."""
+def answer(function: Callable[[dict[str, Any]], dict[str, Any]]) -> int:
+    """What a process started by `apart` does: answers the request in its first argument on standard output."""
     try:
-        answer = compiled_budget(Request(**json.loads(sys.argv[1])))
+        found = function(json.loads(sys.argv[1]))
     except V4FlashError as error:
-        answer = {"error": str(error), "kind": type(error).__name__}
-    print(json.dumps(answer))
+        found = {"error": str(error), "kind": type(error).__name__}
+    print(json.dumps(found))
     return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(answer(lambda request: compiled_budget(Request(**request))))

@@ -199,6 +199,21 @@ def report(compiled: Compiled, state_bytes: int) -> Report:
     )
 
 
+def kernels_in_order(compiled: Compiled) -> list[tuple[str, str]]:
+    """(scope, name) of every kernel as the program runs them; a Triton kernel goes by its own name."""
+    module = hlo_text.parse(compiled.hlo)
+    launches = list(
+        thunk_text.walk(thunk_text.parse(compiled.thunks, compiled.thunk_names), lambda name: None)
+    )
+    found = []
+    for launch, scope in zip(launches, _scopes(module, launches), strict=True):
+        if launch.thunk.role == "kernel":
+            kind = _kind(module, launch.thunk, _instruction(module, launch.thunk))
+            plain = kind.startswith("k") or not kind.isidentifier()
+            found.append((scope, launch.thunk.name if plain else kind))
+    return found
+
+
 def scope_of(op_name: str) -> str:
     """The named scopes of this project in an operation's path, or an empty text."""
     return "/".join(part for part in op_name.split("/") if _SCOPE.fullmatch(part))

@@ -1,0 +1,87 @@
+"""One layer of a published model, compiled alone for a GPU that need not be here: what it launches, in order.
+
+Knows: how a configuration is cut down to one layer, and that compiling happens in a process of its own (budget).
+Does not know: the step around the layer.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+from v4flash.profile import budget
+from v4flash.profile.budget import configuration
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """One backbone layer as a compiler made it.
+
+    Attributes:
+      kernels: (scope, name) of every kernel in the order of the program; scope is 'attention', 'ffn' or ''.
+      copied_weights: bytes of weights that are moved or converted in memory before they are used.
+      hlo: text of the optimised program.
+    """
+
+    kernels: tuple[tuple[str, str], ...]
+    copied_weights: int
+    hlo: str
+
+    def launches(self, scope: str) -> int:
+        """Kernels of one scope."""
+        return sum(own == scope for own, _ in self.kernels)
+
+
+def layer(config: str, target: str, backend: str, *, ratio: int = 4, context: int = 65536) -> Layer:
+    """Compiles one layer with compression `ratio` of the V4 model `config` for 'h200' or 'gb300'.
+
+    `config` is a file, or the name of one in configs/models. It runs in a process of its own, a quarter of a minute.
+    Raises what `budget.budget` raises.
+    """
+    request = dict(config=config, target=target, backend=backend, ratio=ratio, context=context)
+    answer = budget.apart("v4flash.profile.one_layer", request, f"one layer of {config} for {target}")
+    return Layer(tuple(map(tuple, answer["kernels"])), answer["copied_weights"], answer["hlo"])
+
+
+def one_layer_json(raw: dict[str, Any], ratio: int) -> dict[str, Any]:
+    """A published V4 configuration cut down to one layer that scores its experts, without a drafter."""
+    kept = {name: value for name, value in raw.items() if not name.startswith("dspark")}
+    return kept | dict(
+        num_hidden_layers=1, compress_ratios=[ratio], num_hash_layers=0, num_nextn_predict_layers=0
+    )
+
+
+def compiled_layer(config: str, target: str, backend: str, ratio: int, context: int) -> dict[str, Any]:
+    """The document of one layer, compiled in this process."""
+    import jax
+    import jax.numpy as jnp
+
+    from v4flash.config import ModelConfig
+    from v4flash.engine.programs import Shapes, new_state
+    from v4flash.profile import deviceless, executable_report, targets
+
+    path = configuration(config)
+    raw = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
+    model = ModelConfig.from_dict(one_layer_json(raw, ratio))
+    numerics = deviceless.REAL_NUMERICS
+    params, build = deviceless.abstract_weights(model, numerics, backend)
+    state = jax.eval_shape(lambda: new_state(model, numerics, Shapes(8, 8, context)))
+    rows, scalar = jax.ShapeDtypeStruct((8,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+
+    def trunk(params, stream, tokens, count):
+        output, stream = build(params).backbone.trunk(tokens, stream, count)
+        return stream, output.hidden
+
+    compiled = deviceless.compile_for(targets.target(target), trunk, (params, state, rows, scalar), donated=1)
+    report = executable_report.report(compiled, deviceless.tree_bytes(state))
+    return {
+        "kernels": [
+            (scope.rpartition("/")[2] if "layer_" in scope else "", name)
+            for scope, name in executable_report.kernels_in_order(compiled)
+        ],
+        "copied_weights": sum(moved.bytes * moved.times for moved in report.weight_copies),
+        "hlo": compiled.hlo,
+    }
+
+
+if __name__ == "__main__":
+    raise SystemExit(budget.answer(lambda request: compiled_layer(**request)))

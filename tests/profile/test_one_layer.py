@@ -1,0 +1,23 @@
+"""One layer at real shapes, fused by hand: these launches in this order, whatever else changes."""
+
+import pytest
+
+from v4flash.profile import one_layer
+
+ATTENTION = [
+    "boundary", "both_products", "cache_writes", "fp8_product", "index_scores", "index_choice", "attention_core",
+    "fp8_product_finished", "fp8_product",
+]  # fmt: skip
+EXPERTS = ["boundary_and_route", "gate_up", "down"]
+COMPUTED_ONCE = 2  # kernels for rotations, which all layers of a model share
+
+
+@pytest.mark.parametrize("target", ["h200", "gb300"])
+def test_a_layer_launches_what_is_written_here(target):
+    found = one_layer.layer("v4-flash-0731", target, "fused")
+    by_hand = [name for scope, name in found.kernels if scope and name in {*ATTENTION, *EXPERTS}]
+    assert by_hand == ATTENTION + EXPERTS
+    assert found.launches("attention") <= len(ATTENTION) + COMPUTED_ONCE
+    assert found.launches("ffn") == len(EXPERTS)
+    assert found.copied_weights == 0
+    assert "triton_kernel_call_ffi" in found.hlo
