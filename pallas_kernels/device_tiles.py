@@ -96,16 +96,14 @@ def chunked(rows, CHUNK: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def query_tile(
-    pointer, table_ptr, first_row, members, dtype: tl.constexpr, Q: tl.constexpr, R: tl.constexpr,
-    ROWS: tl.constexpr, TOTAL: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr,
-    EPS: tl.constexpr, NORM: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
+def query_loads(
+    pointer, table_ptr, first_row, members, Q: tl.constexpr, R: tl.constexpr, ROWS: tl.constexpr,
+    TOTAL: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Query heads [M, N] of product Q (splits, columns, first column), normed, rotated, as kept in `dtype`.
+    """Query heads [M, N] of product Q (splits, columns, first column), and cosine and sine [M, N / 2] of their turns.
 
     Row m holds head `members[m] % TOTAL` of row first_row + members[m] // TOTAL, which lies among ROWS rows from
-    first_row on; table rows of the same numbers turn them. The result is settled: a product's operand made from it
-    takes one trip through shared memory, and no load is repeated in the operand's layout.
+    first_row on; table rows of the same numbers turn them.
     """
     CHUNK: tl.constexpr = N if N < 128 else 128
     column, member = chunked(members, CHUNK, N)
@@ -120,10 +118,35 @@ def query_tile(
         more_cosine, more_sine = turn_factors(table_ptr, first_row + other, WIDTH, ROPE, N)
         cosine = tl.where(own, more_cosine[None, :], cosine)
         sine = tl.where(own, more_sine[None, :], sine)
+    return x, cosine, sine
+
+
+@triton.jit
+def queries(x, cosine, sine, dtype: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr,
+            M: tl.constexpr, N: tl.constexpr):  # fmt: skip
+    """`query_loads` normed and rotated, as kept in `dtype`.
+
+    The result is settled: a product's operand made from it takes one trip through shared memory, and no load is
+    repeated in the operand's layout.
+    """
     x = rounded(settled(x), dtype)
     if NORM:
         x = rounded(x * row_inverse_rms(x, WIDTH, EPS), dtype)
     return settled(rounded(turned(x, cosine, sine, M, N), dtype))
+
+
+@triton.jit
+def prefetch(pointers):
+    """Asks for the lines at `pointers` to be brought into L2. Loads behind a barrier do not start before it."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.b32 $0, 0;",
+            "=r,l",
+            [pointers],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @triton.jit

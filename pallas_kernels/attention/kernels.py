@@ -23,8 +23,10 @@ from pallas_kernels.device_tiles import (
     cast,
     chunked,
     loop_bound,
+    prefetch,
     product,
-    query_tile,
+    queries,
+    query_loads,
     rounded,
     turn_factors,
     turned,
@@ -52,6 +54,16 @@ def key_slots(ids_ptr, row, tile, near_tiles, near, far, start, KEYS: tl.constex
     if KEYS == "chosen":
         slot = tl.load(ids_ptr + row * IDS + tl.minimum(place, IDS - 1))
     return tl.where(is_near, tl.where(ring >= RING, ring - RING, ring), slot)
+
+
+@triton.jit
+def prefetch_keys(ring_ptr, far_ptr, slots, tile, near_tiles, end, WIDTH: tl.constexpr, PADDED: tl.constexpr):
+    """Brings the keys of one tile in front of `end` into L2 while the queries are made."""
+    ELEMENTS: tl.constexpr = 1024 // ring_ptr.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
+    if tile < end:
+        source = tl.where(tile < near_tiles, ring_ptr, far_ptr)
+        line = tl.arange(0, PADDED // ELEMENTS if PADDED > ELEMENTS else 1) * ELEMENTS
+        prefetch(source + slots[:, None] * WIDTH + tl.minimum(line, WIDTH - 1)[None, :])
 
 
 @triton.jit
@@ -105,10 +117,11 @@ def attention_core(
     row = tl.program_id(2)
     heads = group * BLOCK + tl.arange(0, BLOCK)
     columns = tl.arange(0, PADDED)
-    q = query_tile(q_ptr, table_ptr, row, heads, dtype, Q, R, 1, H, WIDTH, ROPE, EPS, NORM, BLOCK, PADDED)
-    q = cast(q, dtype)
     length = tl.load(length_ptr)
     count = tl.load(count_ptr)
+    chosen = tl.load(counts_ptr + row) if KEYS == "chosen" else 0
+    sink = tl.load(sink_ptr + heads).to(tl.float32) * LOG2_E
+    q, cosine, sine = query_loads(q_ptr, table_ptr, row, heads, Q, R, 1, H, WIDTH, ROPE, BLOCK, PADDED)
 
     position = length + row
     if KEYS == "block":
@@ -120,7 +133,7 @@ def attention_core(
     start = tl.maximum(newest - WINDOW + 1, 0)
     near = tl.minimum(newest, last) - start + 1
     if KEYS == "chosen":
-        far = tl.load(counts_ptr + row)
+        far = chosen
     elif KEYS == "visible":
         far = tl.minimum((position + 1) // RATIO, FAR)
     elif KEYS == "block":
@@ -135,12 +148,15 @@ def attention_core(
     first = part * tiles // SPLITS
     end = (part + 1) * tiles // SPLITS
 
-    sink = tl.load(sink_ptr + heads).to(tl.float32) * LOG2_E
     peak = sink
     shares = tl.zeros((BLOCK, TILE), tl.float32)
     total = tl.zeros((BLOCK, PADDED), tl.float32)
     # One tile ahead, so that the keys' loads wait for no load of their own turn.
     slots = key_slots(ids_ptr, row, first, near_tiles, near, far, start, KEYS, RING, IDS, TILE)
+    following = key_slots(ids_ptr, row, first + 1, near_tiles, near, far, start, KEYS, RING, IDS, TILE)
+    prefetch_keys(ring_ptr, far_ptr, slots, first, near_tiles, end, WIDTH, PADDED)
+    prefetch_keys(ring_ptr, far_ptr, following, first + 1, near_tiles, end, WIDTH, PADDED)
+    q = cast(queries(q, cosine, sine, dtype, WIDTH, EPS, NORM, BLOCK, PADDED), dtype)
     for tile in range(loop_bound(first), loop_bound(end)):
         is_near = tile < near_tiles
         place = tl.where(is_near, tile, tile - near_tiles) * TILE + tl.arange(0, TILE)

@@ -14,6 +14,7 @@ value, counting twice a step, and stops as soon as the count is right.
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import triton
 import triton.language as tl
 
@@ -21,10 +22,11 @@ from pallas_kernels import launch, tuning
 from pallas_kernels.device_tiles import (
     cast,
     fp4_index_round_trip,
-    hadamard_signs,
     loop_bound,
+    prefetch,
     product,
-    query_tile,
+    queries,
+    query_loads,
     rounded,
 )
 from pallas_kernels.index_selection import reference
@@ -69,8 +71,16 @@ def entries_of(
 
 
 @triton.jit
+def prefetch_keys(keys_ptr, entry, WIDTH: tl.constexpr):
+    """Brings the keys of entries `entry` into L2 while the queries are made."""
+    ELEMENTS: tl.constexpr = 1024 // keys_ptr.dtype.element_ty.primitive_bitwidth  # of a line of 128 bytes
+    LINES: tl.constexpr = WIDTH // ELEMENTS if WIDTH > ELEMENTS else 1
+    prefetch(keys_ptr + entry[:, None] * WIDTH + tl.arange(0, LINES)[None, :] * ELEMENTS)
+
+
+@triton.jit
 def index_scores(
-    q_ptr, weights_ptr, table_ptr, keys_ptr, length_ptr, count_ptr, candidates_ptr, listed_ptr,
+    q_ptr, weights_ptr, table_ptr, signs_ptr, keys_ptr, length_ptr, count_ptr, candidates_ptr, listed_ptr,
     scores_ptr, best_ptr,
     Q: tl.constexpr, W: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     ROPE: tl.constexpr, RATIO: tl.constexpr, QUANTISE: tl.constexpr, HADAMARD: tl.constexpr,
@@ -91,26 +101,33 @@ def index_scores(
     most = tl.max(slots, axis=0)
     if most > TRIVIAL:
         member = tl.arange(0, M)
-        row = first_row + member // HEADS
-        head = member % HEADS
-        q = query_tile(
-            q_ptr, table_ptr, first_row, member, dtype, Q, R, ROWS, HEADS, WIDTH, ROPE, 0.0, False, M, WIDTH
+        q, cosine, sine = query_loads(
+            q_ptr, table_ptr, first_row, member, Q, R, ROWS, HEADS, WIDTH, ROPE, M, WIDTH
         )
-        if QUANTISE and HADAMARD:
-            q = rounded(product(cast(q, dtype), hadamard_signs(WIDTH)) * WIDTH**-0.5, dtype)
-        if QUANTISE:
-            q = fp4_index_round_trip(q, INDEX_BLOCK, M, WIDTH)
-        q = cast(q, dtype)
         # A sum of a tile, unlike one of single loads, is not repeated by every thread that needs it.
         part = tl.arange(0, PARTS)[:, None]
-        places = (part * R + row[None, :]) * W[1] + W[2] + head[None, :]
-        weight = tl.sum(tl.load(weights_ptr + places, mask=part < W[0], other=0.0), axis=0)
-        weight = rounded(weight, dtype) * SCALE
-
-        column = tl.arange(0, WIDTH)[None, :]
+        places = (part * R + first_row + (member // HEADS)[None, :]) * W[1] + W[2] + (member % HEADS)[None, :]
+        weight = tl.load(weights_ptr + places, mask=part < W[0], other=0.0)
+        if QUANTISE and HADAMARD:
+            axis = tl.arange(0, WIDTH)
+            signs = tl.load(signs_ptr + axis[:, None] * WIDTH + axis[None, :])
         step = tl.num_programs(0)
         slot = tl.minimum(tl.program_id(0) * TILE + tl.arange(0, TILE), most - 1)
         entry = entries_of(slot, slot >= 0, candidates_ptr, first_row, ROLE, BLOCK, KEPT)
+        prefetch_keys(keys_ptr, entry, WIDTH)
+        following = tl.minimum(slot + step * TILE, most - 1)
+        prefetch_keys(
+            keys_ptr, entries_of(following, slot >= 0, candidates_ptr, first_row, ROLE, BLOCK, KEPT), WIDTH
+        )
+        weight = rounded(tl.sum(weight, axis=0), dtype) * SCALE
+        q = queries(q, cosine, sine, dtype, WIDTH, 0.0, False, M, WIDTH)
+        if QUANTISE and HADAMARD:
+            q = rounded(product(cast(q, dtype), signs) * WIDTH**-0.5, dtype)
+        if QUANTISE:
+            q = fp4_index_round_trip(q, INDEX_BLOCK, M, WIDTH)
+        q = cast(q, dtype)
+
+        column = tl.arange(0, WIDTH)[None, :]
         for tile in range(loop_bound(tl.program_id(0)), loop_bound(tl.cdiv(most, TILE)), loop_bound(step)):
             slot = tile * TILE + tl.arange(0, TILE)
             keys = tl.load(keys_ptr + entry[:, None] * WIDTH + column)
@@ -160,16 +177,18 @@ def in_order(values, valid):
 
 
 @triton.jit
-def edge_of(ordered, COUNT: tl.constexpr):
+def edge_of(ordered, floor, COUNT: tl.constexpr):
     """The smallest of the COUNT largest numbers of `ordered`, of which more are above 0, and how many equals count.
 
-    `ordered` has fewer than 2^15 numbers. (If exactly COUNT numbers reach it, the edge may lie below the smallest.)
+    `ordered` has fewer than 2^15 numbers. At least COUNT are known to reach `floor`; 0 says nothing. (If exactly
+    COUNT numbers reach it, the edge may lie below the smallest.)
     """
     high = tl.max(ordered, axis=0) + 1
     # The edge mostly lies within a factor of 4 of the largest value, and hardly ever below 0.
     upper = high - tl.minimum(tl.full((), 1 << 24, tl.uint32), high // 2)
-    middle = tl.minimum(upper, tl.full((), 0x80000000, tl.uint32))
-    low = tl.full((), 0, tl.uint32)
+    upper = tl.maximum(upper, floor)
+    middle = tl.maximum(tl.minimum(upper, tl.full((), 0x80000000, tl.uint32)), floor)
+    low = floor
     found = tl.full((), COUNT + 1, tl.int32)
     low, high, found = narrowed(ordered, low, middle, upper, high, found, COUNT)
     while (high - low > 1) & (found != COUNT):
@@ -213,16 +232,21 @@ def store_listed(best_ptr, out_ptr, first, blocks, searched, edge, room, earlier
 
 @triton.jit
 def list_blocks(best_ptr, out_ptr, blocks, COUNT: tl.constexpr, NEWEST: tl.constexpr, PADDED: tl.constexpr):
-    """Writes the COUNT best of more than COUNT blocks in rising order; the newest always among them if NEWEST."""
+    """Writes the COUNT best of more than COUNT blocks in rising order; the newest always among them if NEWEST.
+
+    Returns a number that the maxima of at least COUNT - NEWEST of the listed reach.
+    """
     CHUNK: tl.constexpr = PADDED if PADDED < LISTED_TOGETHER else LISTED_TOGETHER
     searched = blocks - NEWEST
-    edge, room = edge_of(block_peaks(best_ptr, tl.arange(0, PADDED), searched), COUNT - NEWEST)
+    floor = tl.full((), 0, tl.uint32)
+    edge, room = edge_of(block_peaks(best_ptr, tl.arange(0, PADDED), searched), floor, COUNT - NEWEST)
     earlier = tl.full((), 0, tl.int32)
     if CHUNK == PADDED:
         store_listed(best_ptr, out_ptr, 0, blocks, searched, edge, room, earlier, CHUNK)
     else:
         for first in range(loop_bound(blocks * 0), loop_bound(blocks), CHUNK):
             earlier = store_listed(best_ptr, out_ptr, first, blocks, searched, edge, room, earlier, CHUNK)
+    return edge
 
 
 @triton.jit
@@ -230,11 +254,12 @@ def list_best(best_ptr, out_ptr, blocks, COUNT: tl.constexpr, NEWEST: tl.constex
     """`list_blocks`, on half of the numbers while that is enough: caches are a little longer than a power of two."""
     if PADDED > 2 * COUNT:
         if blocks <= PADDED // 2:
-            list_blocks(best_ptr, out_ptr, blocks, COUNT, NEWEST, PADDED // 2)
+            edge = list_blocks(best_ptr, out_ptr, blocks, COUNT, NEWEST, PADDED // 2)
         else:
-            list_blocks(best_ptr, out_ptr, blocks, COUNT, NEWEST, PADDED)
+            edge = list_blocks(best_ptr, out_ptr, blocks, COUNT, NEWEST, PADDED)
     else:
-        list_blocks(best_ptr, out_ptr, blocks, COUNT, NEWEST, PADDED)
+        edge = list_blocks(best_ptr, out_ptr, blocks, COUNT, NEWEST, PADDED)
+    return edge
 
 
 @triton.jit
@@ -252,15 +277,16 @@ def choose_slots(
     else:
         number = tl.arange(0, PADDED_TOPK * BLOCK)
         block = number // BLOCK
+        floor = tl.full((), 0, tl.uint32)
         if blocks > TOPK:
-            list_best(best_ptr + row * BLOCKS, work_ptr + row * TOPK, blocks, TOPK, 0, PADDED_BLOCKS)
+            floor = list_best(best_ptr + row * BLOCKS, work_ptr + row * TOPK, blocks, TOPK, 0, PADDED_BLOCKS)
             tl.debug_barrier()
             block = tl.load(work_ptr + row * TOPK + block, mask=block < TOPK, other=BLOCKS)
         slot = block * BLOCK + number % BLOCK
         valid = slot < slots
         value = tl.load(scores_ptr + row * (BLOCKS * BLOCK) + slot, mask=valid, other=0.0)
         ordered = in_order(value, valid)
-        edge, room = edge_of(ordered, TOPK)
+        edge, room = edge_of(ordered, floor, TOPK)
         chosen, order, _ = chosen_places(ordered, slot < 0, edge, room, 0)
         wanted = entries_of(slot, chosen, candidates_ptr, row, ROLE, BLOCK, KEPT)
         tl.store(ids_ptr + row * TOPK + order, wanted, mask=chosen)
@@ -293,6 +319,12 @@ def index_choice(
             tl.store(
                 published_ptr + row * KEPT + place, tl.where(place < blocks, place, -1), mask=place < KEPT
             )
+
+
+def _hadamard_signs(size: int) -> np.ndarray:
+    """The Sylvester Hadamard matrix [size, size] of +1 and -1."""
+    axis = np.arange(size)
+    return 1.0 - 2.0 * (np.bitwise_count(axis[:, None] & axis) % 2)
 
 
 def _power_of_two(width: int) -> int:
@@ -334,10 +366,11 @@ def choose(
         raise ValueError(f"index keys are {keys.dtype}, expected {spec.dtype}")
     lists = (candidates.ids, candidates.counts) if member else (length, length)
     trivial = min(spec.topk, spec.kept * spec.block) if spec.role == "source" else spec.topk
+    signs = jnp.asarray(_hadamard_signs(spec.width), spec.type) if spec.hadamard else length
     common = dict(RATIO=spec.ratio, ROLE=spec.role or "none", BLOCK=spec.block, KEPT=max(spec.kept, 1))
     values, peaks = launch.call(
         index_scores,
-        *(q.partials, weights.partials, table, keys, length, count, *lists),
+        *(q.partials, weights.partials, table, signs, keys, length, count, *lists),
         grid=(max(1, tile["programs"] * together // rows), rows // together),
         outputs=[
             jax.ShapeDtypeStruct((rows, blocks * spec.block), jnp.float32),

@@ -33,7 +33,7 @@ from pallas_kernels.key_rows.reference import Caches, Compressor, LatentIndex, R
 from pallas_kernels.key_rows.specs import PoolSpec, RowSpec
 from pallas_kernels.rows import Columns
 
-WARPS = 8
+WARPS, LATENT_WARPS = 4, 8  # the latter where a program makes index keys of latents, or pools long groups
 ENTRY_GROUP = tl.constexpr(specs.ENTRY_GROUP)
 INDEX_BLOCK = tl.constexpr(specs.INDEX_BLOCK)
 POOL_ITEMS = tl.constexpr(16)  # loaded at a time
@@ -434,7 +434,7 @@ def _launch(rows: Rows, caches: Caches, length, count, spec: RowSpec, pool, comp
         grid=(programs,),
         outputs=outputs,
         aliases=aliases,
-        num_warps=WARPS,
+        num_warps=LATENT_WARPS if isinstance(index, LatentIndex) or pool.ratio > POOL_ITEMS.value else WARPS,
         R=number,
         RING_SLOTS=0 if isinstance(caches.window, jax.ShapeDtypeStruct) else caches.window.shape[0],
         KV=kv_layout,

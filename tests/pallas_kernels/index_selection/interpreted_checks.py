@@ -147,7 +147,7 @@ def test_largest_and_smallest_values_are_ordered():
     def choose(values_ptr, chosen_ptr, place_ptr, COUNT: tl.constexpr, M: tl.constexpr):
         number = tl.arange(0, M)
         ordered = kernels.in_order(tl.load(values_ptr + number), number < M)
-        edge, room = kernels.edge_of(ordered, COUNT)
+        edge, room = kernels.edge_of(ordered, tl.full((), 0, tl.uint32), COUNT)
         chosen, place, _ = kernels.chosen_places(ordered, number < 0, edge, room, 0)
         tl.store(chosen_ptr + number, chosen.to(tl.int32))
         tl.store(place_ptr + number, place)
