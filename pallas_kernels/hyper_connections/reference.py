@@ -42,7 +42,10 @@ class Output:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """Parameters of one hyper-connection, float32: fn [M, S * D], base [M], scale [3] (final head: M = S, [1])."""
+    """Parameters of one hyper-connection, float32: fn [M, S * D], base [M], scale [3] (final head: M = S, [1]).
+
+    base and scale may be longer: what lies behind their numbers is not read.
+    """
 
     fn: jax.Array
     base: jax.Array
@@ -126,7 +129,7 @@ def mixes(projection: Projection, streams: jax.Array, spec: BoundarySpec) -> jax
 def sublayer_coefficients(projection: Projection, streams: jax.Array, spec: BoundarySpec) -> jax.Array:
     """Coefficients [R, M]: two sigmoids, and a softmax made nearly doubly stochastic by Sinkhorn steps."""
     s, eps = spec.streams, spec.mix_eps
-    raw, base, scale = mixes(projection, streams, spec), projection.base, projection.scale
+    raw, base, scale = mixes(projection, streams, spec), projection.base[: spec.mixes], projection.scale
     pre = jax.nn.sigmoid(raw[:, :s] * scale[0] + base[:s]) + eps
     post = 2 * jax.nn.sigmoid(raw[:, s : 2 * s] * scale[1] + base[s : 2 * s])
     comb = (raw[:, 2 * s :] * scale[2] + base[2 * s :]).reshape(-1, s, s)
@@ -144,7 +147,7 @@ def sublayer_coefficients(projection: Projection, streams: jax.Array, spec: Boun
 def head_weights(projection: Projection, streams: jax.Array, spec: BoundarySpec) -> jax.Array:
     """Weights [R, S] of the learned final collapse."""
     raw = mixes(projection, streams, spec)
-    return jax.nn.sigmoid(raw * projection.scale + projection.base) + spec.mix_eps
+    return jax.nn.sigmoid(raw * projection.scale[0] + projection.base[: spec.streams]) + spec.mix_eps
 
 
 def normed(hidden: jax.Array, weight: jax.Array, spec: BoundarySpec) -> jax.Array:

@@ -44,7 +44,20 @@ class Arena:
         return any(own == name for own, _, _ in self.layout)
 
     def __getitem__(self, name: str) -> jax.Array:
+        place, shape = self._find(name)
+        return jax.lax.slice_in_dim(self.data, place, place + math.prod(shape)).reshape(shape)
+
+    def with_gap(self, name: str) -> jax.Array:
+        """An array [n] together with the gap behind it, for readers that know how much of it to read.
+
+        XLA hands a slice of whole alignment steps to a kernel as an address, and copies a shorter one.
+        """
+        place, shape = self._find(name)
+        step = _ALIGNMENT // self.data.dtype.itemsize
+        return jax.lax.slice_in_dim(self.data, place, place + -(-math.prod(shape) // step) * step)
+
+    def _find(self, name: str) -> tuple[int, tuple[int, ...]]:
         for own, place, shape in self.layout:
             if own == name:
-                return jax.lax.slice_in_dim(self.data, place, place + math.prod(shape)).reshape(shape)
+                return place, shape
         raise KeyError(name)
