@@ -21,7 +21,7 @@ from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.tiles import PackedMatrix
 from v4flash.config import ModelConfig
 from v4flash.model.fused.arena import Arena
-from v4flash.model.fused.packing import PackedLayer, PackedModel
+from v4flash.model.fused.packing import PackedEngram, PackedLayer, PackedModel
 from v4flash.profile.floor import correlated_experts
 
 _NEVER = -1e30  # bias of an expert that is not there
@@ -107,15 +107,23 @@ def _packed_model(params: PackedModel, config: ModelConfig, experts: Experts, nu
             table=plain(pack.table, "table"),
         )
 
+    def memory(packed: PackedEngram) -> PackedEngram:
+        return PackedEngram(
+            _published(("table",), packed.table, config, experts, next(numbers)),
+            packed.scale
+            if packed.scale is None
+            else _published(("scale",), packed.scale, config, experts, next(numbers)),
+            _words(packed.words, config.weight_block_size, next(numbers)),
+            _arena(packed.weights, config, experts, next(numbers)),
+        )
+
     return dataclasses.replace(
         params,
         embed=plain(params.embed),
         head=plain(params.head),
         floats=_arena(params.floats, config, experts, next(numbers)),
         token_map=plain(params.token_map, "token_map"),
-        engrams=jax.tree_util.tree_map_with_path(
-            lambda path, leaf: _published(_names(path), leaf, config, experts, next(numbers)), params.engrams
-        ),
+        engrams={index: memory(packed) for index, packed in params.engrams.items()},
         layers=tuple(layer(pack) for pack in params.layers),
         stages=tuple(layer(pack) for pack in params.stages),
         tap_words=params.tap_words and _words(params.tap_words, config.weight_block_size, next(numbers)),

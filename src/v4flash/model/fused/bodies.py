@@ -10,6 +10,9 @@ from pallas_kernels.attention import reference as attention
 from pallas_kernels.attention.reference import FarKeys
 from pallas_kernels.attention.specs import AttentionSpec
 from pallas_kernels.dense import reference as dense
+from pallas_kernels.engram import reference as engram
+from pallas_kernels.engram.reference import Memory
+from pallas_kernels.engram.specs import EngramSpec
 from pallas_kernels.experts import reference as experts
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.reference import Routes
@@ -140,6 +143,20 @@ class ReferenceBodies:
         """float32 [R, V] of normed rows."""
         return dense.exact_product(x, head)[0]
 
+    def look_up(
+        self, spec: EngramSpec, memory: Memory, ring: jax.Array, start: jax.Array, rows: int
+    ) -> jax.Array:
+        """Table rows of an n-gram memory side by side, as its product reads them."""
+        return engram.lookup(spec, memory, ring, start, rows)
+
+    def remember(
+        self, spec: EngramSpec, streams, partials, q_weight, k_weight, coefficients, output: Output | None
+    ) -> jax.Array:
+        """Streams with the output of the sublayer before, if there is one, and the memory added."""
+        if output is not None:
+            streams = boundaries.spread(coefficients, boundaries.output_rows(output, spec.type), streams)
+        return engram.merge(spec, streams, partials, q_weight, k_weight)
+
     def chain(
         self, spec: ChainSpec, base: jax.Array, anchor: jax.Array, embed: jax.Array, head: jax.Array, count
     ) -> tuple[jax.Array, jax.Array]:
@@ -155,6 +172,7 @@ class FusedBodies(ReferenceBodies):
         from pallas_kernels import device_barrier
         from pallas_kernels.attention import kernels as attention_kernels
         from pallas_kernels.dense import fused as dense_launches
+        from pallas_kernels.engram import fused as engram_launches
         from pallas_kernels.experts import fused as expert_launches
         from pallas_kernels.head import fused as head_launches
         from pallas_kernels.hyper_connections import fused as boundary_launches
@@ -167,6 +185,7 @@ class FusedBodies(ReferenceBodies):
         self._attention, self._dense, self._experts = attention_kernels, dense_launches, expert_launches
         self._head, self._boundaries, self._index = head_launches, boundary_launches, index_kernels
         self._rows, self._router, self._chain = row_kernels, router_launches, chain_launches
+        self._engram = engram_launches
         lines = (
             attention_kernels.counter_lines(rows, attention_spec),
             boundary_launches.COUNTER_LINES,
@@ -227,6 +246,12 @@ class FusedBodies(ReferenceBodies):
         return self._experts.down(
             hidden, routed, shared, routes, chosen=chosen, round_block=self.round_block, **options
         )
+
+    def look_up(self, spec, memory, ring, start, rows):
+        return self._engram.lookup(spec, memory, ring, start, rows)
+
+    def remember(self, spec, streams, partials, q_weight, k_weight, coefficients, output):
+        return self._engram.merge(spec, streams, partials, q_weight, k_weight, coefficients, output)
 
     def chain(self, spec, base, anchor, embed, head, count):
         ids, logits, self.counters = self._chain.chain(spec, base, anchor, embed, head, count, self.counters)

@@ -103,7 +103,9 @@ class Pass:
 
 def projection(floats, name: str) -> Projection:
     """The parameters of one hyper-connection."""
-    return Projection(floats[f"{name}.fn"], *(floats.with_gap(f"{name}.{part}") for part in ("base", "scale")))
+    return Projection(
+        floats[f"{name}.fn"], *(floats.with_gap(f"{name}.{part}") for part in ("base", "scale"))
+    )
 
 
 def attend(

@@ -9,20 +9,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from pallas_kernels.engram.reference import Memory
 from pallas_kernels.hyper_connections import reference as boundaries
+from pallas_kernels.hyper_connections.reference import Output
 from pallas_kernels.key_rows.reference import Caches, Rows
 from pallas_kernels.rows import Columns
 from pallas_kernels.tiles import PackedMatrix
 from v4flash.config import ModelConfig
 from v4flash.model.backbone import TrunkOutput
 from v4flash.model.drafter import Block, Drafts
-from v4flash.model.engram import compressed_history
+from v4flash.model.engram import multipliers, table_primes
 from v4flash.model.fused import layer as layers
 from v4flash.model.fused import specs
 from v4flash.model.fused.bodies import FusedBodies, ReferenceBodies
 from v4flash.model.fused.layer import Pass, Selection, projection
-from v4flash.model.fused.packing import PackedModel
+from v4flash.model.fused.packing import PackedEngram, PackedModel
 from v4flash.model.numerics import Numerics, rms_norm
 from v4flash.state import DecodeState, ring_write
 
@@ -59,8 +62,8 @@ class FusedBackbone:
         for layer, pack in zip(config.layers, packed.layers, strict=True):
             with jax.named_scope(f"layer_{layer.index}"):
                 if layer.index in packed.engrams:
-                    source = self._streams(source, coefficients, output)
-                    source, output = self._remembered(run, layer.index, state, source), None
+                    source = self._remembered(run, layer.index, state, source, coefficients, output)
+                    output = None
                 with jax.named_scope("attention"):
                     tap = layer.index in tapped
                     made = run.ops.boundary(
@@ -112,11 +115,38 @@ class FusedBackbone:
             return streams
         return boundaries.spread(coefficients, boundaries.output_rows(output, spec.type), streams)
 
-    def _remembered(self, run: Pass, index: int, state: DecodeState, streams: jax.Array) -> jax.Array:
-        """Streams [R, S, D] in front of a layer with the memory of their n-grams added."""
-        positions = run.length + jnp.arange(run.tokens.shape[0], dtype=jnp.int32)
-        history = compressed_history(self.config.engram, self.packed.token_map, state.tokens, positions)
-        return self.packed.engrams[index](streams, history)
+    def _remembered(
+        self, run: Pass, index: int, state: DecodeState, source, coefficients, output: Output | None
+    ) -> jax.Array:
+        """Streams [R, S, D] in front of a layer, with the output before and the memory of their n-grams added."""
+        packed = self.packed.engrams[index]
+        spec = specs.engram_spec(self.config, self.numerics)
+        if isinstance(source, tuple):
+            source = boundaries.embedded(*source, specs.boundary_spec(self.config, self.numerics))
+        with jax.named_scope("engram"):
+            memory = engram_memory(self.config, index, packed, self.packed.token_map)
+            rows = run.ops.look_up(spec, memory, state.tokens, run.length, run.tokens.shape[0])
+            return run.ops.remember(
+                spec, source, run.ops.product(rows, packed.wkv), packed.weights["q_weight"],
+                packed.weights["k_weight"], coefficients, output,
+            )  # fmt: skip
+
+
+def engram_memory(config: ModelConfig, layer: int, packed: PackedEngram, token_map: jax.Array) -> Memory:
+    """A layer's table with the constants of its hashes, which follow from the configuration."""
+    factors = multipliers(config.engram, layer)
+    primes = [prime for sizes in table_primes(config.engram)[layer] for prime in sizes]
+    table = packed.table
+    if packed.scale is not None:
+        table = jax.lax.bitcast_convert_type(table, jnp.uint8)
+    return Memory(
+        table,
+        packed.scale,
+        token_map,
+        jnp.asarray([[factor & 0xFFFFFFFF, factor >> 32] for factor in factors], jnp.uint32),
+        jnp.asarray(primes, jnp.int32),
+        jnp.asarray(np.cumsum([0, *primes[:-1]]), jnp.int32),
+    )
 
 
 class FusedDrafter:

@@ -58,6 +58,28 @@ class PackedLayer:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class PackedEngram:
+    """The n-gram memory of one layer.
+
+    Attributes:
+      table: [rows, head_dim], E4M3 payload, or decoded values.
+      scale: uint8 [rows, head_dim / 32] of a payload, else None.
+      words: int32, the product: `wkv.words` and `wkv.scales`.
+      weights: float32, `q_weight` and `k_weight` [S, D].
+    """
+
+    table: jax.Array
+    scale: jax.Array | None
+    words: Arena
+    weights: Arena
+
+    @property
+    def wkv(self) -> PackedMatrix:
+        return PackedMatrix(self.words["wkv.words"], self.words["wkv.scales"])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class PackedModel:
     """The whole model.
 
@@ -65,7 +87,7 @@ class PackedModel:
       embed, head: bfloat16 [V, D].
       floats: the final norm and, where the model has one, the final hyper-connection.
       token_map: int32 [V] of the n-gram memory, else None.
-      engrams: {layer: its n-gram memory, an nnx module}.
+      engrams: {layer: its n-gram memory}.
       layers, stages: backbone and drafter.
       tap_words: the projection of the drafter's taps; None without a drafter.
       draft_floats: its norm, the drafter's final norm and final hyper-connection, and the confidence weight.
@@ -76,7 +98,7 @@ class PackedModel:
     head: jax.Array
     floats: Arena
     token_map: jax.Array | None
-    engrams: dict[int, Engram]
+    engrams: dict[int, PackedEngram]
     layers: tuple[PackedLayer, ...]
     stages: tuple[PackedLayer, ...]
     tap_words: Arena | None = None
@@ -161,11 +183,24 @@ def pack_layer(config: ModelConfig, layer: LayerConfig, module: Layer) -> Packed
     )
 
 
+def pack_engram(config: ModelConfig, module: Engram) -> PackedEngram:
+    """Packs the n-gram memory of one layer; its table is handed over as it is."""
+    table = module.embed
+    name = f"layer {module.layer} engram.wkv"
+    wkv = pack_fp8([_published(module.wkv)], config.weight_block_size, name)
+    return PackedEngram(
+        table.weight[...],
+        None if table.scale is None else table.scale[...],
+        Arena.pack(_named("wkv", wkv), jnp.int32),
+        Arena.pack({"q_weight": module.q_weight[...], "k_weight": module.k_weight[...]}, jnp.float32),
+    )
+
+
 def pack_model(model: Model, *, drain: bool = False) -> PackedModel:
     """Packs a model whose weights are in their published payload (`Numerics.packed`), on the device they lie on.
 
     With `drain` the model gives up its layers as they are packed, and is of no use afterwards: embedding, head and
-    n-gram memories are handed over as they are, a packed layer is as large as the loaded one (padding aside), and no
+    n-gram tables are handed over as they are, a packed layer is as large as the loaded one (padding aside), and no
     more than one layer exists twice. If nothing else holds the weights, the most memory in use is that of the loaded
     model plus about three times that of its largest layer, most of which is room for shuffling its experts' bits.
 
@@ -185,7 +220,11 @@ def pack_model(model: Model, *, drain: bool = False) -> PackedModel:
         head=backbone.head[...],
         floats=Arena.pack(floats, jnp.float32),
         token_map=None if backbone.token_map is None else backbone.token_map[...],
-        engrams={module.layer.index: module.engram for module in layers if module.engram is not None},
+        engrams={
+            module.layer.index: pack_engram(config, module.engram)
+            for module in layers
+            if module.engram is not None
+        },
         layers=(),
         stages=(),
     )

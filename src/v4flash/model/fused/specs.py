@@ -6,6 +6,7 @@ Knows: which field of the configuration is which number of an operation. Does no
 import jax.numpy as jnp
 
 from pallas_kernels.attention.specs import AttentionSpec
+from pallas_kernels.engram.specs import EngramSpec
 from pallas_kernels.hyper_connections.specs import BoundarySpec
 from pallas_kernels.index_selection.specs import IndexSpec
 from pallas_kernels.key_rows.specs import FP4_GROUPS, FP8_BLOCKS, PoolSpec, RowSpec
@@ -104,6 +105,16 @@ def index_spec(config: ModelConfig, layer: LayerConfig, numerics: Numerics, slot
         quantise=numerics.quantise,
         dtype=_name(numerics),
     )
+
+
+def engram_spec(config: ModelConfig, numerics: Numerics) -> EngramSpec:
+    """The n-gram memory of any layer that has one."""
+    engram = config.engram
+    return EngramSpec(
+        config.hidden_size, engram.max_ngram_size, engram.n_heads, engram.head_dim, engram.pad_token_id,
+        config.weight_block_size if numerics.quantise else 0, config.hc_mult, config.rms_norm_eps,
+        jnp.dtype(numerics.dtype).name,
+    )  # fmt: skip
 
 
 def chain_spec(config: ModelConfig) -> ChainSpec:

@@ -6,10 +6,10 @@ done with them. FP4 weights are left out: no bits of theirs mean NaN or infinity
 
 from collections.abc import Iterator
 
-import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.tiles import PackedMatrix
 from v4flash.config import ModelConfig
 from v4flash.model.fused.layer import TILE
 from v4flash.model.fused.packing import PackedLayer, PackedModel
@@ -50,8 +50,11 @@ def backbone_tensors(config: ModelConfig, packed: PackedModel) -> Iterator[Named
         for path, values in _layer_tensors(config, pack):
             yield (*root, "layers", layer.index, *path), values
         if layer.index in packed.engrams:
-            for path, variable in nnx.to_flat_state(nnx.state(packed.engrams[layer.index])):
-                yield (*root, "layers", layer.index, "engram", *path), variable.get_value()
+            memory, place = packed.engrams[layer.index], (*root, "layers", layer.index, "engram")
+            yield (*place, "embed", "weight"), memory.table
+            yield (*place, "wkv", "weight"), _payload(memory.wkv)
+            for name in ("q_weight", "k_weight"):
+                yield (*place, name), memory.weights[name]
 
 
 def _layer_tensors(config: ModelConfig, pack: PackedLayer) -> Iterator[Named]:
@@ -82,8 +85,12 @@ def _layer_tensors(config: ModelConfig, pack: PackedLayer) -> Iterator[Named]:
 
 
 def _bytes(pack: PackedLayer, name: str) -> jax.Array:
+    return _payload(pack.matrix(name))
+
+
+def _payload(matrix: PackedMatrix) -> jax.Array:
     """The E4M3 weights of a packed matrix [tiles, ...]."""
-    return jax.lax.bitcast_convert_type(pack.matrix(name).words, jnp.float8_e4m3fn)
+    return jax.lax.bitcast_convert_type(matrix.words, jnp.float8_e4m3fn)
 
 
 def _hyper_names(arena) -> list[str]:
