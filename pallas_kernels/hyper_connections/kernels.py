@@ -44,11 +44,14 @@ def sublayer_output(
     if EXPERTS:
         parts += rows * (PARTS * D) + columns
         alive = (rows < tl.load(live)) & (columns >= 0)
-        shared = tl.load(parts + (PARTS - 1) * D).to(tl.float32)
-        total = tl.zeros_like(shared)
+        # What dead rows hold is loaded too and dropped: a mask would make every load wait for the count.
+        read = ()
+        for part in tl.static_range(PARTS):
+            read = read + (tl.load(parts + part * D),)
+        total = tl.zeros_like(read[0].to(tl.float32))
         for part in tl.static_range(PARTS - 1):
-            total += tl.load(parts + part * D, mask=alive, other=0.0).to(tl.float32)
-        total += shared
+            total += tl.where(alive, read[part].to(tl.float32), 0.0)
+        total += read[PARTS - 1].to(tl.float32)
     else:
         parts += rows * D + columns
         total = tl.load(parts)
@@ -78,6 +81,8 @@ def column_program(
     pre = given + rows * M + stream
     own_streams = streams + rows * (S * D) + columns + same
 
+    if DELAYED:
+        collapse = tl.load(pre)
     # The weights depend on nothing: their loads are under way while the activations are fetched.
     if MIXES > 0:
         flat = tl.arange(0, S * BD)[None, :]
@@ -114,7 +119,7 @@ def column_program(
         tl.store(tap + few, mean.to(DTYPE))
     own = sums + (program * R + row) * W
     if DELAYED:
-        value = rounded(tl.sum(tl.load(pre) * new, axis=1), DTYPE)
+        value = rounded(tl.sum(collapse * new, axis=1), DTYPE)
         tl.store(hidden + few, value.to(DTYPE))
         tl.store(sums + D // BD * (R * W) + row * (D // BD) + program, tl.sum(value * value, axis=1))
     if MIXES > 0:
@@ -168,9 +173,12 @@ def row_program(
     row, streams, hidden, base, scale, norm, x, rounded_x, sums, counters,
     R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, G: tl.constexpr, W: tl.constexpr, MIXES: tl.constexpr,
     DELAYED: tl.constexpr, HIDDEN: tl.constexpr, ROUND: tl.constexpr, B: tl.constexpr, NB: tl.constexpr,
-    NORM_EPS: tl.constexpr, MIX_EPS: tl.constexpr,
+    NORM_EPS: tl.constexpr, MIX_EPS: tl.constexpr, HANDED: tl.constexpr,
 ):  # fmt: skip
-    """Waits for all columns; collapses, norms and rounds one row, NB blocks of B columns at a time."""
+    """Waits for all columns; collapses, norms and rounds one row, NB blocks of B columns at a time.
+
+    Arrives at line HANDED, unless that is 0, as soon as the normed row is written.
+    """
     DTYPE: tl.constexpr = streams.dtype.element_ty
     TURNS: tl.constexpr = D // (NB * B)
     inside = tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :]
@@ -219,13 +227,18 @@ def row_program(
         inverse = tl.sum(tl.where(tl.arange(0, R) == row, each, 0.0), axis=0)
     else:
         inverse = inverse_rms(tl.sum(tl.sum(squares, axis=1), axis=0), D, NORM_EPS)
+    normed = ()
     for turn in tl.static_range(TURNS):
-        at = row * D + turn * (NB * B) + inside
         value = rounded(kept[turn] * inverse * weights[turn].to(tl.float32), DTYPE)
-        tl.store(x + at, value.to(DTYPE))
+        tl.store(x + row * D + turn * (NB * B) + inside, value.to(DTYPE))
+        normed = normed + (value,)
+    if HANDED > 0:
+        arrive(counters, HANDED)
+    for turn in tl.static_range(TURNS):
+        value = normed[turn]
         if ROUND:
             value = round_activations(value, 1)
-        tl.store(rounded_x + at, value.to(tl.float16))
+        tl.store(rounded_x + row * D + turn * (NB * B) + inside, value.to(tl.float16))
 
 
 @triton.jit
@@ -347,7 +360,7 @@ def boundary(
     elif program < G + R:
         row_program(
             program - G, streams, hidden, base, scale, norm, x, rounded_x, sums, counters,
-            R, D, S, G, W, MIXES, DELAYED, LAST, ROUND, B, NB, NORM_EPS, MIX_EPS,
+            R, D, S, G, W, MIXES, DELAYED, LAST, ROUND, B, NB, NORM_EPS, MIX_EPS, 0,
         )  # fmt: skip
         leave(counters, 0, WAITERS)
     else:

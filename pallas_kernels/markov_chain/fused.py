@@ -4,8 +4,6 @@ Knows: shapes, how the vocabulary is cut into slices, and how many programs may 
 the arithmetic.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 
@@ -15,41 +13,22 @@ from pallas_kernels.markov_chain.reference import Draw
 from pallas_kernels.markov_chain.specs import ChainSpec
 
 COUNTER_LINES = 1
+WARPS = 8
+# All programs must be resident at once: two per processor of an H200, which has 132 of them and the fewest in mind.
+GREEDY_PROGRAMS = 264
+DRAWN_PROGRAMS = 132  # drawing takes more registers
 MOST_TOKENS = 16
+_TILE = 64  # rows of the bias' head that a program works on at once
 
 
-class Tile(NamedTuple):
-    """How the vocabulary is cut.
-
-    Attributes:
-      programs: most programs; all must be resident at once: one per processor of an H200, a GB300 has more.
-      rows: of the bias' head, that a program works on at once.
-      kept: megabytes of the head that should stay in the second-level cache from one token to the next.
-      ahead: tiles behind the next one that are on their way into that cache.
-      warps: of every program.
-    """
-
-    programs: int = 132
-    rows: int = 64
-    kept: int = 20
-    ahead: int = 2
-    warps: int = 8
-
-
-TILE = Tile()
-
-
-def layout(spec: ChainSpec, tile: Tile = TILE) -> dict[str, int]:
+def layout(spec: ChainSpec, programs: int) -> dict[str, int]:
     """The kernel's constants: G programs of TILES tiles of BV tokens, which are OWN blocks each."""
-    own = 1 << (-(-spec.blocks // tile.programs) - 1).bit_length()
-    programs = -(-spec.blocks // own)
-    rows = min(tile.rows, own * spec.block)
-    tiles = own * spec.block // rows
-    kept = tile.kept * 10**6 // (programs * rows * spec.rank * 2)
+    own = 1 << (-(-spec.blocks // programs) - 1).bit_length()
+    used = -(-spec.blocks // own)
+    tile = min(_TILE, own * spec.block)
     return dict(
-        V=spec.vocabulary, RANK=spec.rank, BV=rows, TILES=tiles, KEPT=min(kept, tiles - 1),
-        AHEAD=tile.ahead, BLOCK=spec.block, BLOCKS=spec.blocks, BP=_padded(spec.blocks), OWN=own,
-        G=programs, GP=_padded(programs),
+        V=spec.vocabulary, RANK=spec.rank, BV=tile, TILES=own * spec.block // tile, BLOCK=spec.block,
+        BLOCKS=spec.blocks, BP=_padded(spec.blocks), OWN=own, G=used, GP=_padded(used),
     )  # fmt: skip
 
 
@@ -66,13 +45,13 @@ def chain(
     count: jax.Array,
     counters: jax.Array,
     draw: Draw | None = None,
-    tile: Tile = TILE,
+    programs: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`reference.chain` in one launch: ids [K], logits [K, V], and the counters for the next kernel.
 
     Args: as there, and
       counters: from `device_barrier.counters`, at least COUNTER_LINES lines.
-      tile: how the vocabulary is cut.
+      programs: how many programs the GPU surely keeps resident, by default those of an H200.
     """
     tokens = base.shape[0]
     if base.shape[1] != spec.vocabulary or tokens > MOST_TOKENS:
@@ -83,7 +62,7 @@ def chain(
         raise ValueError(
             f"tables are {embed.shape} and {head.shape}, expected {(spec.vocabulary, spec.rank)}"
         )
-    tiles = layout(spec, tile)
+    tiles = layout(spec, programs or (GREEDY_PROGRAMS if draw is None else DRAWN_PROGRAMS))
     none = jnp.zeros((1,), jnp.float32)
     if draw is None:
         options = [none, none, none]
@@ -108,7 +87,7 @@ def chain(
             array(*counters.shape, dtype=jnp.int32),
         ],
         aliases={len(operands) - 1: 5},
-        num_warps=tile.warps,
+        num_warps=WARPS,
         K=tokens,
         DRAWN=draw is not None,
         APART=launch.INTERPRETED,

@@ -10,9 +10,8 @@ know: shapes of a model, or how the launch is made (fused.py).
                        every program: the token, from everybody's results, each for itself
 
 Every program works out the same token, so nothing has to be handed out. The head of the bias (66 MB at V = 129280) is
-read once for each token, more than the second-level cache holds: of every slice the last KEPT tiles are loaded so as
-to stay there for the next token, the others so as to make room. The tile in front is always on its way while one is
-worked on, across the barriers too, and AHEAD more are on their way into the second-level cache.
+read once for each token; odd tokens go through a slice backwards, so that what the second-level cache still holds
+is read first. The tile in front is always on its way while one is worked on, across the barriers too.
 
 All programs must be resident at once. In Triton's interpreter the rounds are the outer axis of the grid (APART).
 """
@@ -21,83 +20,54 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.device_barrier import barrier
-from pallas_kernels.device_numbers import INTERPRETED
 
 NO_TOKEN = tl.constexpr(2147483647)
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 
 
 @triton.jit
-def tile_rows(program, turn, TILES: tl.constexpr, BV: tl.constexpr):
-    """Token ids [BV] of the tile at the given turn of a slice."""
-    return (program * TILES + turn) * BV + tl.arange(0, BV)
+def tile_rows(program, turn, token, TILES: tl.constexpr, BV: tl.constexpr):
+    """Token ids [BV] of the tile at the given turn of a slice; odd tokens of the chain go backwards."""
+    tile = tl.where(token % 2 == 0, turn, TILES - 1 - turn)
+    return (program * TILES + tile) * BV + tl.arange(0, BV)
 
 
 @triton.jit
-def fetched(base, head, ids, token, V: tl.constexpr, RANK: tl.constexpr, POLICY: tl.constexpr):
+def fetched(base, head, ids, token, V: tl.constexpr, RANK: tl.constexpr, BV: tl.constexpr):
     """The head's rows [BV, RANK] and base logits [BV] of a tile; zeros and -inf behind the vocabulary."""
     at = ids[:, None] * RANK + tl.arange(0, RANK)[None, :]
-    rows = tl.load(head + at, mask=(ids < V)[:, None], other=0.0, eviction_policy=POLICY)
+    rows = tl.load(head + at, mask=(ids < V)[:, None], other=0.0)
     logits = tl.load(base + token * V + ids, mask=ids < V, other=float("-inf"))
     return rows, logits
 
 
 @triton.jit
-def announce(head, ids, V: tl.constexpr, RANK: tl.constexpr):
-    """Starts to bring a tile of the head into the second-level cache."""
-    PIECE: tl.constexpr = 64  # 16-bit numbers of one cache line
-    pieces = tl.arange(0, (RANK + PIECE - 1) // PIECE) * PIECE
-    if not INTERPRETED:
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1];\nmov.b32 $0, 0;", "=r,l",
-            [head + tl.minimum(ids, V - 1)[:, None] * RANK + pieces[None, :]], dtype=tl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@triton.jit
-def tile_logits(
-    token, ids, rows, biased, bias, best, best_ids, logits, V: tl.constexpr,
-):  # fmt: skip
-    """Stores the logits of one tile; the largest seen so far in each of its places, and whose they are."""
-    value = biased + tl.sum(rows.to(tl.float32) * bias, axis=1)
-    tl.store(logits + token * V + ids, value, mask=ids < V)
-    better = value > best  # ids ascend: of equal ones the first stays
-    return tl.where(better, value, best), tl.where(better, ids, best_ids)
-
-
-@triton.jit
 def slice_logits(
     program, token, tokens, previous, rows, biased, base, embed, head, logits, tops, top_ids,
-    V: tl.constexpr, RANK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, KEPT: tl.constexpr,
-    AHEAD: tl.constexpr, G: tl.constexpr,
+    V: tl.constexpr, RANK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, G: tl.constexpr,
 ):  # fmt: skip
     """Logits of this program's slice and the largest of them; the first tile comes in, the next token's goes out."""
-    FIRST_KEPT: tl.constexpr = TILES - KEPT
     bias = tl.load(embed + previous * RANK + tl.arange(0, RANK)[None, :]).to(tl.float32)
     best = tl.full((BV,), float("-inf"), tl.float32)
     best_ids = tl.full((BV,), NO_TOKEN, tl.int32)
-    for turn in range(0, FIRST_KEPT - 1):
-        ids = tile_rows(program, turn, TILES, BV)
-        announce(head, tile_rows(program, (turn + 1 + AHEAD) % TILES, TILES, BV), V, RANK)
-        ahead = fetched(base, head, ids + BV, token, V, RANK, "evict_first")
-        best, best_ids = tile_logits(token, ids, rows, biased, bias, best, best_ids, logits, V)
-        rows, biased = ahead
-    for turn in range(FIRST_KEPT - 1, TILES - 1):
-        ids = tile_rows(program, turn, TILES, BV)
-        announce(head, tile_rows(program, (turn + 1 + AHEAD) % TILES, TILES, BV), V, RANK)
-        ahead = fetched(base, head, ids + BV, token, V, RANK, "evict_last")
-        best, best_ids = tile_logits(token, ids, rows, biased, bias, best, best_ids, logits, V)
-        rows, biased = ahead
-    following = tl.minimum(token + 1, tokens - 1)
-    ahead = fetched(base, head, tile_rows(program, 0, TILES, BV), following, V, RANK, "evict_first")
-    announce(head, tile_rows(program, AHEAD % TILES, TILES, BV), V, RANK)
-    ids = tile_rows(program, TILES - 1, TILES, BV)
-    best, best_ids = tile_logits(token, ids, rows, biased, bias, best, best_ids, logits, V)
+    for turn in range(TILES):
+        ids = tile_rows(program, turn, token, TILES, BV)
+        ends = turn + 1 == TILES
+        following = tl.where(ends, token + 1, token)
+        ahead = tile_rows(program, tl.where(ends, 0, turn + 1), following, TILES, BV)
+        next_rows, next_biased = fetched(base, head, ahead, tl.minimum(following, tokens - 1), V, RANK, BV)
+        value = biased + tl.sum(rows.to(tl.float32) * bias, axis=1)
+        tl.store(logits + token * V + ids, value, mask=ids < V)
+        better = (value > best) | ((value == best) & (ids < best_ids))
+        best = tl.where(better, value, best)
+        best_ids = tl.where(better, ids, best_ids)
+        rows = next_rows
+        biased = next_biased
     top = tl.max(best, axis=0)
     first = tl.min(tl.where(best == top, best_ids, NO_TOKEN), axis=0)
     tl.store(tops + token * G + program, top)
     tl.store(top_ids + token * G + program, first)
-    return ahead
+    return rows, biased
 
 
 @triton.jit
@@ -167,8 +137,7 @@ def chosen(
 def chain(
     base, anchor, embed, head, count, temperature_in, min_p_in, uniforms, counters_in,
     ids, logits, tops, top_ids, masses, counters,
-    K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, KEPT: tl.constexpr,
-    AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, RANK: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr, BP: tl.constexpr, OWN: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     DRAWN: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
@@ -194,11 +163,11 @@ def chain(
         if token < tokens:
             if part == 0:
                 rows, biased = fetched(
-                    base, head, tile_rows(program, 0, TILES, BV), token, V, RANK, "evict_first"
+                    base, head, tile_rows(program, 0, token, TILES, BV), token, V, RANK, BV
                 )
                 slice_logits(
                     program, token, tokens, previous, rows, biased, base, embed, head, logits, tops, top_ids,
-                    V, RANK, BV, TILES, KEPT, AHEAD, G,
+                    V, RANK, BV, TILES, G,
                 )  # fmt: skip
             else:
                 slice_masses(
@@ -210,11 +179,11 @@ def chain(
             place = tl.arange(0, 16)
             tl.store(ids + place, 0, mask=(place >= tokens) & (place < K))
         previous = tl.load(anchor)
-        rows, biased = fetched(base, head, tile_rows(program, 0, TILES, BV), 0, V, RANK, "evict_first")
+        rows, biased = fetched(base, head, tile_rows(program, 0, 0, TILES, BV), 0, V, RANK, BV)
         for token in range(tokens):
             rows, biased = slice_logits(
                 program, token, tokens, previous, rows, biased, base, embed, head, logits, tops, top_ids,
-                V, RANK, BV, TILES, KEPT, AHEAD, G,
+                V, RANK, BV, TILES, G,
             )  # fmt: skip
             barrier(counters, 0, program, G)
             if DRAWN:

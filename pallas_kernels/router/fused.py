@@ -27,11 +27,11 @@ class Tile(NamedTuple):
     """How a launch is cut: the most gate programs, warps of every program, and columns of a column program."""
 
     gates: int = 132
-    warps: int = 4
-    columns: int = boundaries.TILE.columns
+    warps: int = 8
+    columns: int = 64
 
 
-ALONE, JOINED = Tile(), Tile()
+ALONE, JOINED = Tile(), Tile(gates=64)
 
 
 def _array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:

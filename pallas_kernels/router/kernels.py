@@ -14,7 +14,7 @@ for smaller numbers only.
 import triton
 import triton.language as tl
 
-from pallas_kernels.device_barrier import arrive, is_last, leave, wait
+from pallas_kernels.device_barrier import is_last, leave, wait
 from pallas_kernels.device_numbers import INTERPRETED, rounded
 from pallas_kernels.hyper_connections.kernels import (
     coefficient_program,
@@ -29,6 +29,27 @@ LANES = tl.constexpr(128)  # experts that a warp holds of a row at once: 16 byte
 MOST_COLUMNS = tl.constexpr(256)  # of one product: every warp holds all of its weights
 SMALLEST = tl.constexpr(-(2**31))
 NOBODY = tl.constexpr(2**31 - 1)
+
+
+@triton.jit
+def small_items(bias, table, tokens, R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HASHED: tl.constexpr):
+    """What `selection` needs besides the logits: the biases for every row, or the K experts [R] of its token.
+
+    Nobody has read them for long, so that they take their time; every gate program asks before it waits for others.
+    """
+    row = tl.arange(0, R)
+    items = ()
+    if HASHED:
+        token = tl.load(tokens + row)
+        for k in tl.static_range(K):
+            items = items + (tl.load(table + token * K + k),)
+    else:
+        for chunk in tl.static_range((E + LANES - 1) // LANES):
+            expert = chunk * LANES + tl.arange(0, LANES)[None, :]
+            real = (expert < E) & (row >= 0)[:, None]
+            # For every row, so that biases are spread over the threads as logits are.
+            items = items + (tl.load(bias + expert + row[:, None] * 0, mask=real, other=0.0),)
+    return items
 
 
 @triton.jit
@@ -62,7 +83,7 @@ def gate_program(
     factors = ()
     if DELAYED:
         for piece in tl.static_range(PIECES):
-            factors = factors + (tl.load(norm + column + piece * PIECE)[None, :].to(tl.float32),)
+            factors = factors + (tl.load(norm + column + piece * PIECE)[None, :],)
     if AWAITED > 0:
         wait(counters, LINE, AWAITED)
     rows = ()
@@ -77,7 +98,7 @@ def gate_program(
     for piece in tl.static_range(PIECES):
         these = rows[piece]
         if DELAYED:
-            these = rounded(these.to(tl.float32) * inverse * factors[piece], DTYPE).to(DTYPE)
+            these = rounded(these.to(tl.float32) * inverse * factors[piece].to(tl.float32), DTYPE).to(DTYPE)
         if exact and not INTERPRETED:
             part = tl.dot(own[piece], tl.trans(these), part)
         else:
@@ -106,32 +127,35 @@ def ordered(x):
 
 @triton.jit
 def selection(
-    logits, bias, table, tokens, live, expert_ids, count, weight, slot, ids,
+    logits, items, live, expert_ids, count, weight, slot, ids,
     R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, HASHED: tl.constexpr,
     SCALING: tl.constexpr, SUM_EPS: tl.constexpr,
 ):  # fmt: skip
-    """Scores, choice, weights and the list of entries, by one program.
+    """Scores, choice, weights and the list of entries, by one program; the first `live` rows are live.
 
     A warp holds whole rows, LANES experts at a time, so that the search for a row's largest score stays inside it;
     integers, because a warp finds the largest of those in one instruction.
     """
     CHUNKS: tl.constexpr = (E + LANES - 1) // LANES
     row = tl.arange(0, R)
-    scores = ()
-    keys = ()
+    read = ()
     for chunk in tl.static_range(CHUNKS):
         expert = chunk * LANES + tl.arange(0, LANES)[None, :]
         real = (expert < E) & (row >= 0)[:, None]
         at = logits + row[:, None] * E + expert
-        total = tl.load(at, mask=real, other=0.0, cache_modifier=".cg")
+        for split in tl.static_range(SPLITS):
+            read = read + (tl.load(at + split * (R * E), mask=real, other=0.0, cache_modifier=".cg"),)
+    scores = ()
+    keys = ()
+    for chunk in tl.static_range(CHUNKS):
+        expert = chunk * LANES + tl.arange(0, LANES)[None, :]
+        total = read[chunk * SPLITS]
         for split in tl.static_range(1, SPLITS):
-            total += tl.load(at + split * (R * E), mask=real, other=0.0, cache_modifier=".cg")
+            total += read[chunk * SPLITS + split]
         score = tl.sqrt(softplus(total))
         scores = scores + (score.to(tl.int32, bitcast=True),)
         if not HASHED:
-            # Loaded for every row, so that it is spread over the threads as the scores are.
-            key = ordered(score + tl.load(bias + expert + row[:, None] * 0, mask=real, other=0.0))
-            keys = keys + (tl.where(real, key, SMALLEST),)
+            keys = keys + (tl.where(expert < E, ordered(score + items[chunk]), SMALLEST),)
 
     # [R, 8]: the choices of a row side by side, and their scores.
     place = tl.arange(0, 8)[None, :]
@@ -141,7 +165,7 @@ def selection(
     earlier = ()
     for k in tl.static_range(K):
         if HASHED:
-            one = tl.load(table + tl.load(tokens + row) * K + k)
+            one = items[k]
             before = tl.zeros((R,), tl.int32)
             for other in tl.static_range(k):
                 before += (earlier[other] == one).to(tl.int32)
@@ -170,7 +194,7 @@ def selection(
         own = tl.where(place == k, tl.max(bits, axis=1)[:, None], own)
 
     used = (place < K) & (row >= 0)[:, None]
-    alive = used & (row < tl.load(live))[:, None]
+    alive = used & (row < live)[:, None]
     score = own.to(tl.float32, bitcast=True)
     share = score / (tl.sum(tl.where(used, score, 0.0), axis=1)[:, None] + SUM_EPS) * SCALING
     tl.store(ids + row[:, None] * K + place, tl.where(alive, chosen, -1), mask=used)
@@ -201,12 +225,14 @@ def route(
 ):  # fmt: skip
     """The router alone; grid ceil(E / BE) * D // BK."""
     GATES: tl.constexpr = (E + BE - 1) // BE * (D // BK)
+    items = small_items(bias, table, tokens, R, E, K, HASHED)
+    alive = tl.load(live)
     if gate_program(
         tl.program_id(0), weight, x, x, logits, logits, route_weight, slot, counters,
         R, D, E, K, BE, BK, GATES, 0, 0, False, 0, 0.0,
     ):  # fmt: skip
         selection(
-            logits, bias, table, tokens, live, expert_ids, count, route_weight, slot, ids,
+            logits, items, alive, expert_ids, count, route_weight, slot, ids,
             R, E, K, D // BK, HASHED, SCALING, SUM_EPS,
         )  # fmt: skip
 
@@ -239,10 +265,8 @@ def boundary_and_route(
     elif program < G + R:
         row_program(
             program - G, streams, hidden, base, scale, norm, x, rounded_x, sums, counters,
-            R, D, S, G, W, MIXES, DELAYED, False, ROUND, B, NB, NORM_EPS, MIX_EPS,
+            R, D, S, G, W, MIXES, DELAYED, False, ROUND, B, NB, NORM_EPS, MIX_EPS, 0 if DELAYED else ROWS_DONE,
         )  # fmt: skip
-        if not DELAYED:
-            arrive(counters, ROWS_DONE)
         leave(counters, 0, WAITERS)
     elif program < G + 2 * R:
         coefficient_program(
@@ -252,12 +276,14 @@ def boundary_and_route(
         leave(counters, 0, WAITERS)
     else:
         gate = program - G - 2 * R
+        items = small_items(bias, table, tokens, R, E, K, HASHED)
+        alive = tl.load(live)
         if gate_program(
             gate, weight, hidden if DELAYED else x, norm, sums, logits, route_weight, slot, counters,
             R, D, E, K, BE, BK, GATES, LINE, AWAITED, DELAYED, W, NORM_EPS,
         ):  # fmt: skip
             selection(
-                logits, bias, table, tokens, live, expert_ids, count, route_weight, slot, ids,
+                logits, items, alive, expert_ids, count, route_weight, slot, ids,
                 R, E, K, D // BK, HASHED, SCALING, SUM_EPS,
             )  # fmt: skip
         leave(counters, LINE, WAITERS if DELAYED else GATES)

@@ -13,9 +13,8 @@ from pallas_kernels.markov_chain.specs import ChainSpec
 TOKENS, ANCHOR = 4, jnp.int32(7)
 # Products of 16 terms summed in another order.
 TOLERANCE = 1e-5
-# Vocabulary and tile: slices of one tile, of several tiles with some kept, and a vocabulary that ends in a slice.
-SEVERAL = fused.Tile(programs=3, rows=32)
-CHAINS = [(96, fused.TILE), (1000, fused.TILE), (1000, SEVERAL)]
+# (vocabulary, programs): slices of one tile, of several tiles, and a vocabulary that ends inside a slice.
+CHAINS = [(96, 132), (1000, 132), (1000, 3)]
 REFERENCE = jax.jit(reference.chain, static_argnums=0)
 
 
@@ -37,9 +36,9 @@ def draws(uniforms):
     ]
 
 
-@pytest.mark.parametrize("vocabulary,tile", CHAINS)
+@pytest.mark.parametrize("vocabulary,programs", CHAINS)
 @pytest.mark.parametrize("how", [0, 1, 2], ids=["greedy", "drawn", "drawn at temperature 0"])
-def test_chain(vocabulary, tile, how):
+def test_chain(vocabulary, programs, how):
     spec = ChainSpec(vocabulary, 16)
     base, tables, uniforms = operands(vocabulary)
     draw = draws(uniforms)[how]
@@ -47,19 +46,19 @@ def test_chain(vocabulary, tile, how):
         wanted = jnp.int32(count)
         expected_ids, expected_logits = REFERENCE(spec, base, ANCHOR, *tables, wanted, draw)
         ids, logits, _ = fused.chain(
-            spec, base, ANCHOR, *tables, wanted, device_barrier.counters(1), draw, tile
+            spec, base, ANCHOR, *tables, wanted, device_barrier.counters(1), draw, programs
         )
         np.testing.assert_array_equal(ids, expected_ids)
         np.testing.assert_allclose(logits[:count], expected_logits[:count], rtol=TOLERANCE, atol=TOLERANCE)
 
 
-def test_equal_logits_go_to_the_lower_id():
+def test_equal_logits_go_to_the_lower_id_forwards_and_backwards():
     spec = ChainSpec(1000, 16)
     _, tables, _ = operands(1000)
     base = jnp.zeros((TOKENS, 1000)).at[:, jnp.asarray([333, 340, 700, 990])].set(9.0)
     zero = jnp.zeros_like(tables[0])
     ids, _, _ = fused.chain(
-        spec, base, ANCHOR, zero, zero, jnp.int32(TOKENS), device_barrier.counters(1), None, SEVERAL
+        spec, base, ANCHOR, zero, zero, jnp.int32(TOKENS), device_barrier.counters(1), None, 3
     )
     assert list(ids) == [333] * TOKENS
 
