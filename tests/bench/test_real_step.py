@@ -17,9 +17,9 @@ from v4flash.engine.programs import Shapes
 from v4flash.errors import UsageError
 from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.fused.model import FusedModel
-from v4flash.profile import deviceless
+from v4flash.profile import deviceless, targets
 from v4flash.profile.deviceless import REAL_NUMERICS
-from v4flash.profile.floor import correlated_experts
+from v4flash.profile.floor import correlated_experts, floor
 from v4flash.speculative.step import speculative_step
 
 SHAPES = Shapes(rows=8, chunk=8, context=512)
@@ -111,3 +111,13 @@ def test_the_command_times_cells_and_writes_a_record(tmp_path, capsys):
 def test_wrong_requests_are_refused(config, wrong):
     with pytest.raises(UsageError):
         real_step.Request(config=config, **wrong)
+
+
+def test_large_tables_are_replaced_by_small_ones_of_which_as_much_is_read():
+    published = ModelConfig.from_file((targets.folder().parent / "models") / "v4.1-flash.json")
+    small = random_weights.with_small_memory(published)
+    assert max(small.engram.num_embeddings) < 1e6 < min(published.engram.num_embeddings)
+    assert floor(small, 5, 2048).bytes == floor(published, 5, 2048).bytes
+    abstract, _ = deviceless.abstract_weights(small, REAL_NUMERICS, "fused")
+    assert {engram.table.shape[0] for engram in abstract.engrams.values()} == set(small.engram.num_embeddings)
+    assert random_weights.with_small_memory(small) == small

@@ -20,12 +20,14 @@ from pallas_kernels import bench_case
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.tiles import PackedMatrix
 from v4flash.config import ModelConfig
+from v4flash.model.engram import table_primes
 from v4flash.model.fused.arena import Arena
 from v4flash.model.fused.packing import PackedEngram, PackedLayer, PackedModel
 from v4flash.profile.floor import correlated_experts
 
 _NEVER = -1e30  # bias of an expert that is not there
 _SAMPLES, _HALVINGS = 200, 12
+_TABLE_ROWS = 20_000  # of each hash
 _ZERO = ("base", "attn_sink", "bias")  # vectors that add; all others multiply
 _FP8_SCALES = (115, 120)
 _FP4_SCALES = (116, 124)
@@ -81,6 +83,18 @@ def with_resident(params: Any, config: ModelConfig, resident: int) -> Any:
         return leaf
 
     return jax.tree_util.tree_map_with_path(cut, params)
+
+
+def with_small_memory(config: ModelConfig) -> ModelConfig:
+    """The configuration with n-gram tables of few rows, as many of which are read; else itself.
+
+    The published tables take 200 GB and belong into a host's memory; a step reads a few hundred of their rows.
+    """
+    if config.engram is None or config.engram.vocab_size <= _TABLE_ROWS:
+        return config
+    engram = dataclasses.replace(config.engram, vocab_size=_TABLE_ROWS)
+    rows = tuple(sum(map(sum, table_primes(engram)[layer])) for layer in engram.layer_ids)
+    return dataclasses.replace(config, engram=dataclasses.replace(engram, num_embeddings=rows))
 
 
 def fill(params: Any, config: ModelConfig, experts: Experts, seed: int = 0) -> Any:

@@ -85,6 +85,7 @@ class Request:
 
 def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Times every cell; `say` hears one line of progress at a time. Returns the record, JSON-ready."""
+    request = dataclasses.replace(request, config=random_weights.with_small_memory(request.config))
     config, device = request.config, jax.devices()[0]
     resident = request.resident or config.n_routed_experts
     experts = random_weights.popular_experts(config, resident, max(request.draft_lengths) + 1)
@@ -102,6 +103,7 @@ def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dic
         "rows": request.rows,
         "experts": config.n_routed_experts,
         "experts_resident": resident,
+        "memory_rows": list(config.engram.num_embeddings) if config.engram else [],
         "dtype": REAL_NUMERICS.dtype.__name__,
         "mode": "qat",
         "steps": request.steps,
