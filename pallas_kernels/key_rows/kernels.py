@@ -17,18 +17,23 @@ import triton.language as tl
 from pallas_kernels import launch
 from pallas_kernels.device_tiles import (
     cast,
-    chunked,
     fp4_entry_round_trip,
     fp4_index_round_trip,
     fp8_round_trip,
-    hadamard_signs,
-    partial_sum,
+    prefetch,
     rounded,
     row_inverse_rms,
     turn_factors,
     turned,
 )
 from pallas_kernels.key_rows import specs
+from pallas_kernels.key_rows.pooling import (
+    POOL_ITEMS,
+    hadamard_times_row,
+    matrix_times_row,
+    pooled,
+    product_row,
+)
 from pallas_kernels.key_rows.reference import Caches, Compressor, LatentIndex, Rows
 from pallas_kernels.key_rows.specs import PoolSpec, RowSpec
 from pallas_kernels.rows import Columns
@@ -36,8 +41,6 @@ from pallas_kernels.rows import Columns
 WARPS, LATENT_WARPS = 4, 8  # the latter where a program makes index keys of latents, or pools long groups
 ENTRY_GROUP = tl.constexpr(specs.ENTRY_GROUP)
 INDEX_BLOCK = tl.constexpr(specs.INDEX_BLOCK)
-POOL_ITEMS = tl.constexpr(16)  # loaded at a time
-NO_GATE = tl.constexpr(-3e38)
 
 
 @triton.jit
@@ -51,15 +54,6 @@ def norm_weight(pointer, WIDTH: tl.constexpr, N: tl.constexpr):
 def normed(x, weight, dtype: tl.constexpr, WIDTH: tl.constexpr, EPS: tl.constexpr):
     """Row x [1, N], kept in `dtype`, normed and weighted, as kept in `dtype`."""
     return rounded(x * row_inverse_rms(x, WIDTH, EPS) * weight, dtype)
-
-
-@triton.jit
-def product_row(pointer, row, dtype: tl.constexpr, P: tl.constexpr, R: tl.constexpr, WIDTH: tl.constexpr,
-                N: tl.constexpr):  # fmt: skip
-    """Row `row` [1, N] of product P (splits, columns, first column), as kept in `dtype`."""
-    column = tl.arange(0, N)[None, :]
-    x = partial_sum(pointer, row * P[1] + P[2] + column, column < WIDTH, P[0], R * P[1])
-    return rounded(x, dtype)
 
 
 @triton.jit
@@ -115,130 +109,6 @@ def pending_row(value_ptr, gate_ptr, bias_ptr, ring_ptr, row, position, stored, 
     place = ring_ptr + (position % RING) * (2 * WIDTH) + column
     tl.store(place, value, mask=inside & stored)
     tl.store(place + WIDTH, gate, mask=inside & stored)
-
-
-@triton.jit
-def item_places(first, entry, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
-                STEP: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Positions [STEP, 1] of an entry's items from number `first` on, and their columns [STEP, N]."""
-    item = first + tl.arange(0, STEP)[:, None]
-    column = tl.arange(0, N)[None, :]
-    if OVERLAP:
-        return (entry - 1) * RATIO + item, tl.where(item < RATIO, 0, WIDTH) + column
-    else:
-        return entry * RATIO + item, item * 0 + column
-
-
-@triton.jit
-def old_items(ring_ptr, first, entry, length, RATIO: tl.constexpr, OVERLAP: tl.constexpr, RING: tl.constexpr,
-              WIDTH: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Values and gates [STEP, N] of the items that earlier passes left in the ring, 0 for others."""
-    C: tl.constexpr = 2 * WIDTH if OVERLAP else WIDTH
-    position, columns = item_places(first, entry, RATIO, OVERLAP, WIDTH, STEP, N)
-    kept = (position >= 0) & (position < length) & (tl.arange(0, N)[None, :] < WIDTH)
-    place = tl.maximum(position, 0) % RING * (2 * C) + columns
-    value = tl.load(ring_ptr + place, mask=kept, other=0.0)
-    return value, tl.load(ring_ptr + place + C, mask=kept, other=0.0)
-
-
-@triton.jit
-def with_fresh_items(value, gate, value_ptr, gate_ptr, bias_ptr, first, entry, length, VALUE: tl.constexpr,
-                     GATE: tl.constexpr, BIASED: tl.constexpr, R: tl.constexpr, RATIO: tl.constexpr,
-                     OVERLAP: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """`old_items` with those of this pass put in, from the products themselves."""
-    C: tl.constexpr = 2 * WIDTH if OVERLAP else WIDTH
-    position, columns = item_places(first, entry, RATIO, OVERLAP, WIDTH, STEP, N)
-    fresh = (position >= length) & (tl.arange(0, N)[None, :] < WIDTH)
-    row = position - length
-    value += partial_sum(value_ptr, row * VALUE[1] + VALUE[2] + columns, fresh, VALUE[0], R * VALUE[1])
-    gate += partial_sum(gate_ptr, row * GATE[1] + GATE[2] + columns, fresh, GATE[0], R * GATE[1])
-    if BIASED:
-        gate += tl.load(bias_ptr + tl.maximum(position, 0) % RATIO * C + columns, mask=fresh, other=0.0)
-    return value, gate
-
-
-@triton.jit
-def pooled(value_ptr, gate_ptr, bias_ptr, ring_ptr, entry, length, VALUE: tl.constexpr, GATE: tl.constexpr,
-           BIASED: tl.constexpr, R: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr,
-           RING: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """The gate-weighted mean [1, N] of one entry's items, float32; `RATIO` items, with OVERLAP twice as many.
-
-    Items stay in fixed groups of STEP whether they are old or new: bits must not tell how passes were cut.
-    """
-    if RATIO == 1:
-        return product_row(value_ptr, entry - length, tl.float32, VALUE, R, WIDTH, N)
-    else:
-        ITEMS: tl.constexpr = RATIO * 2 if OVERLAP else RATIO
-        STEP: tl.constexpr = ITEMS if ITEMS < POOL_ITEMS else POOL_ITEMS
-        value, gate = old_items(ring_ptr, 0, entry, length, RATIO, OVERLAP, RING, WIDTH, STEP, N)
-        if ITEMS == STEP:
-            value, gate = with_fresh_items(value, gate, value_ptr, gate_ptr, bias_ptr, 0, entry, length, VALUE,
-                                           GATE, BIASED, R, RATIO, OVERLAP, WIDTH, STEP, N)  # fmt: skip
-            if OVERLAP:
-                position, _ = item_places(0, entry, RATIO, OVERLAP, WIDTH, STEP, N)
-                gate = tl.where(position >= 0, gate, NO_GATE)
-            share = tl.exp(gate - tl.max(gate, axis=0, keep_dims=True))
-            weight = tl.sum(share, axis=0, keep_dims=True)
-            total = tl.sum(share * value, axis=0, keep_dims=True)
-        else:
-            tl.static_assert(not OVERLAP)
-            peak = tl.full((1, N), NO_GATE, tl.float32)
-            weight = tl.zeros((1, N), tl.float32)
-            total = tl.zeros((1, N), tl.float32)
-            for first in range(0, ITEMS, STEP):
-                if entry * RATIO + first + STEP > length:
-                    value, gate = with_fresh_items(value, gate, value_ptr, gate_ptr, bias_ptr, first, entry, length,
-                                                   VALUE, GATE, BIASED, R, RATIO, OVERLAP, WIDTH, STEP, N)  # fmt: skip
-                # One group ahead; behind the last one the first is loaded again.
-                following = tl.where(first + STEP < ITEMS, first + STEP, 0)
-                next_value, next_gate = old_items(
-                    ring_ptr, following, entry, length, RATIO, OVERLAP, RING, WIDTH, STEP, N
-                )
-                raised = tl.maximum(peak, tl.max(gate, axis=0, keep_dims=True))
-                shrink = tl.exp(peak - raised)
-                share = tl.exp(gate - raised)
-                weight = weight * shrink + tl.sum(share, axis=0, keep_dims=True)
-                total = total * shrink + tl.sum(share * value, axis=0, keep_dims=True)
-                peak, value, gate = raised, next_value, next_gate
-        return tl.div_rn(total, weight)
-
-
-@triton.jit
-def rows_times_row(
-    matrix_ptr,
-    x,
-    FIRST: tl.constexpr,
-    STEP: tl.constexpr,
-    M: tl.constexpr,
-    WIDTH: tl.constexpr,
-    N: tl.constexpr,
-):
-    """[M / STEP] = rows FIRST, FIRST + STEP, ... of a matrix [M, WIDTH] times row x [1, C, N / C]."""
-    CHUNK: tl.constexpr = x.shape[2]
-    column, row = chunked(FIRST + STEP * tl.arange(0, M // STEP), CHUNK, N)
-    part = tl.load(matrix_ptr + row * WIDTH + column, mask=column < WIDTH, other=0.0).to(tl.float32)
-    return tl.sum(tl.sum(part * x, axis=2), axis=1)
-
-
-@triton.jit
-def matrix_times_row(matrix_ptr, x, M: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr):
-    """[1, M] = x [1, N] times the transposed matrix [M, WIDTH]."""
-    CHUNK: tl.constexpr = 256 if N > 256 else N
-    x = tl.reshape(x, (1, N // CHUNK, CHUNK))
-    # Four interleaved parts: their loads are under way together, and their results meet without a loop.
-    even = tl.join(
-        rows_times_row(matrix_ptr, x, 0, 4, M, WIDTH, N), rows_times_row(matrix_ptr, x, 2, 4, M, WIDTH, N)
-    )
-    odd = tl.join(
-        rows_times_row(matrix_ptr, x, 1, 4, M, WIDTH, N), rows_times_row(matrix_ptr, x, 3, 4, M, WIDTH, N)
-    )
-    return tl.reshape(tl.join(even, odd), (1, M))
-
-
-@triton.jit
-def hadamard_times_row(x, N: tl.constexpr):
-    """[1, N] = x [1, N] times the Hadamard matrix of signs."""
-    return tl.reshape(tl.sum(hadamard_signs(N).to(tl.float32) * x, axis=1), (1, N))
 
 
 @triton.jit
@@ -337,6 +207,11 @@ def cache_writes(
                              INDEX_VALUE, INDEX_GATE, BIASED, R, RATIO, OVERLAP, PENDING_SLOTS, INDEX_WIDTH,
                              INDEX_WIDTH)  # fmt: skip
             else:
+                ELEMENTS: tl.constexpr = 1024 // projection_ptr.dtype.element_ty.primitive_bitwidth
+                line = tl.minimum(
+                    tl.arange(0, INDEX_WIDTH * N // ELEMENTS) * ELEMENTS, INDEX_WIDTH * WIDTH - 1
+                )
+                prefetch(projection_ptr + line)  # 128 bytes each, while the entry is made
                 weight = norm_weight(entry_weight_ptr, WIDTH, N)
                 x = pooled(value_ptr, gate_ptr, bias_ptr, pending_in, entry, length, VALUE, GATE, BIASED, R,
                            RATIO, OVERLAP, PENDING_SLOTS, WIDTH, N)  # fmt: skip
