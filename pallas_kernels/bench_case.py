@@ -1,35 +1,141 @@
-"""What a kernel benchmark needs of an operation: a chain of calls to time, and random packed weights to feed it.
+"""One operation at one model's shapes as a case to check and to time, and random operands for it.
 
-Knows: no operation. Does not know: how time is taken. Each operation's `bench.bench_case(spec)` makes a case.
+Knows: no operation. Does not know: how time is taken, or how a case is compiled for what is being done with it. Each
+operation's `bench.cases()` makes its cases; `registry` lists them all.
 
-A case walks through weights that together exceed every cache, and each call depends on the one before it.
+A chain of calls walks through weights or caches that together exceed every cache, and each call depends on the one
+before it.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from pallas_kernels import formats, tiles
+from pallas_kernels import formats, launch, tiles
 from pallas_kernels.tiles import PackedMatrix
 
+MODELS = ("v4-flash", "v4.1-flash", "demo")
+Outputs = dict[str, jax.Array]
 
-class BenchCase(NamedTuple):
-    """A chain to time.
+# Errors that a right body may have, as `error` counts them.
+EXACT = 0.0
+SUMS = 1e-5  # float32 sums of the same numbers in another order
+HALVES = 4e-3  # such sums rounded to bfloat16: a few roundings fall to the other side, 2^-8 apart
+ROUNDED = 1e-2  # and then to E4M3: one row's element in forty may fall to the other side, 2^-4 apart
+ROUNDED_FP4 = 3e-2  # to E2M1: its steps are 2^-2 to 2^-1 apart
+
+_WALK, _MOST_CALLS = 1 << 29, 32  # bytes of different weights that a chain walks through
+# Roundings of a definition are real only where XLA may not keep a number more exactly than its type.
+_EXACT_TYPES = {"xla_allow_excess_precision": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class OperationCase:
+    """An operation with operands of one model's shapes.
 
     Attributes:
-      chain: jitted; `chain(*arguments)` makes `calls` calls of the operation.
-      bytes: weights and scales that one call has to read.
-      kernels: names of the kernels of one call.
+      operation: its folder in pallas_kernels.
+      name: the model first, then what is computed.
+      kernels: names of the kernels of one call, as a profile shows them.
+      bytes: what one call has to read: weights, scales, tables and cached rows, and where an operation has little of
+        these its products and streams too.
+      calls: calls of a chain.
+      operands: operands(calls) gives what all calls share, and what each of them has of its own.
+      fused: (shared, own) -> the outputs by name, and the shared operands of the next call, which depend on them.
+      reference: (shared, own) -> the same outputs by the operation's definition.
+      tolerances: the largest `error` of each output.
+      interpreted: whether Triton's interpreter can run the body at this size (it has no tensor core instructions).
     """
 
-    chain: Callable[..., jax.Array]
-    arguments: tuple[Any, ...]
-    calls: int
-    bytes: int
+    operation: str
+    name: str
     kernels: tuple[str, ...]
+    bytes: int
+    calls: int
+    operands: Callable[[int], tuple[Any, Sequence[Any]]]
+    fused: Callable[[Any, Any], tuple[Outputs, Any]]
+    reference: Callable[[Any, Any], Outputs]
+    tolerances: Mapping[str, float]
+    interpreted: bool = False
+
+    @property
+    def model(self) -> str:
+        return model_of(self.name)
+
+    def shapes(self, calls: int = 1) -> tuple[Any, Sequence[Any]]:
+        """The operands of a chain as shapes; nothing is computed."""
+        return jax.eval_shape(lambda: self.operands(calls))
+
+    def chain(self, shared: Any, walked: Sequence[Any]) -> Any:
+        """A call for each of `walked`, one behind the other: the last call's `shared` for a next one."""
+        for own in walked:
+            _, shared = self.fused(shared, own)
+        return shared
+
+    def compiled_pair(self) -> Callable[[], tuple[Outputs, Outputs]]:
+        """Compiles both bodies for the default device. The result runs them: (fused outputs, reference outputs)."""
+        shared, (own,) = self.shapes()
+        options = _EXACT_TYPES | ({"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else {})
+        reference = jax.jit(self.reference).lower(shared, own).compile(compiler_options=options)
+        fused = self.fused if launch.INTERPRETED else jax.jit(self.fused).lower(shared, own).compile()
+
+        def run() -> tuple[Outputs, Outputs]:
+            shared, (own,) = self.operands(1)
+            return fused(shared, own)[0], reference(shared, own)
+
+        return run
+
+    def pair(self) -> tuple[Outputs, Outputs]:
+        """The outputs of the fused body and of the definition on the same operands."""
+        return self.compiled_pair()()
+
+
+def model_of(name: str) -> str:
+    """The model that a case or a specification of this name belongs to."""
+    return name.split()[0]
+
+
+def calls_for(size: int) -> int:
+    """How many calls of a chain walk through more than the caches hold, when each reads `size` bytes of its own."""
+    return max(4, min(_MOST_CALLS, _WALK // size))
+
+
+def error(found: jax.Array, expected: jax.Array) -> float:
+    """||found - expected|| / ||expected||; of integers the share that differs. Infinite where `found` is not finite."""
+    found, expected = np.asarray(found), np.asarray(expected)
+    if found.shape != expected.shape:
+        raise ValueError(f"found shape {found.shape}, expected {expected.shape}")
+    if expected.dtype.kind in "iu":
+        return float(np.mean(found != expected))
+    found, expected = found.astype(np.float64).ravel(), expected.astype(np.float64).ravel()
+    if not np.all(np.isfinite(found)):
+        return float("inf")
+    return float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), np.finfo(np.float64).tiny))
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all arrays or shapes of a tree."""
+    return sum(leaf.size * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+
+
+def nudged(x: jax.Array, by: jax.Array) -> jax.Array:
+    """`x` made to depend on `by`, a number or a column for each row, without moving."""
+    return x + (1e-30 * by.astype(jnp.float32)).astype(x.dtype)
+
+
+def normal(seed: int, *shape: int, dtype=jnp.float32, scale: float = 1.0) -> jax.Array:
+    """Random numbers of a normal distribution."""
+    return _normal(_key(seed), shape, jnp.dtype(dtype), scale)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _normal(key: jax.Array, shape: tuple[int, ...], dtype, scale: float) -> jax.Array:
+    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
 
 
 def random_fp4(seed: int, shape: PackedMatrix) -> PackedMatrix:

@@ -1,58 +1,128 @@
-"""The dense products as benchmark cases."""
+"""The dense products as cases to check and to time."""
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels.bench_case import BenchCase, random_bf16, random_fp8, random_rows
-from pallas_kernels.dense import fused
-from pallas_kernels.dense.specs import ExactSpec, ProductSpec
+from pallas_kernels import bench_case
+from pallas_kernels.bench_case import (
+    ROUNDED,
+    SUMS,
+    OperationCase,
+    nudged,
+    random_bf16,
+    random_fp8,
+    random_rows,
+)
+from pallas_kernels.dense import reference
+from pallas_kernels.dense.specs import EXACT_PRODUCTS, PRODUCTS, ExactSpec, ProductSpec
 
-WALK = 1 << 29  # bytes of different weights to walk through
+FINISHED = ("v4-flash wo_a", "v4.1-flash wo_a", "demo wo_a")
 
 
-def bench_case(spec: ProductSpec | ExactSpec, **options) -> BenchCase:
-    """The product, with the FP8 product beside it where the spec names one; `options` go to the call."""
-    if isinstance(spec, ProductSpec):
-        return _product_case(spec, options)
-    return _exact_case(spec, options)
+def cases() -> tuple[OperationCase, ...]:
+    """Every FP8 product, those that one launch finishes, and the exact ones with what stands beside them."""
+    return (
+        *(_product_case(name, spec) for name, spec in PRODUCTS.items()),
+        *(_finished_case(name, PRODUCTS[name]) for name in FINISHED),
+        *(
+            _exact_case(name, spec) if spec.beside is None else _joined_case(name, spec)
+            for name, spec in EXACT_PRODUCTS.items()
+        ),
+    )
 
 
-def _product_case(spec: ProductSpec, options: dict) -> BenchCase:
+def _product_case(name: str, spec: ProductSpec) -> OperationCase:
+    def fused(x, matrix):
+        from pallas_kernels.dense import fused as launches
+
+        made = launches.product(x, matrix, scale_block=spec.block, groups=spec.groups)
+        return {"product": made.sum(0)}, nudged(x, made[0, :, :1])
+
+    def definition(x, matrix):
+        return {"product": reference.product(x, matrix, groups=spec.groups)[0]}
+
+    return OperationCase(
+        "dense", f"{name} product", ("fp8_product",), spec.matrix().bytes, bench_case.calls_for(spec.matrix().bytes),
+        lambda calls: (random_rows(calls, spec.input(), spec.block), _matrices(spec, calls)),
+        fused, definition, {"product": SUMS},
+    )  # fmt: skip
+
+
+def _matrices(spec: ProductSpec, calls: int) -> list:
+    return [random_fp8(seed, spec.matrix(), spec.block) for seed in range(calls)]
+
+
+def _finished_case(name: str, spec: ProductSpec) -> OperationCase:
+    options = dict(round_block=spec.block, dtype=jnp.dtype(spec.dtype), groups=spec.groups)
+
+    def operands(calls):
+        from pallas_kernels import device_barrier
+        from pallas_kernels.dense import fused as launches
+
+        words = launches.ticket_words(spec.rows, spec.block)
+        counters = device_barrier.counters(-(-words // device_barrier.LINE_WORDS))
+        return (random_rows(calls, spec.input(), spec.block), counters), _matrices(spec, calls)
+
+    def fused(shared, matrix):
+        from pallas_kernels.dense import fused as launches
+
+        x, counters = shared
+        made, counters = launches.finished_product(x, matrix, counters, scale_block=spec.block, **options)
+        return {"rounded": made, "counters": counters}, (nudged(x, made[:, :1]), counters)
+
+    def definition(shared, matrix):
+        return {"rounded": reference.finished_product(shared[0], matrix, **options), "counters": shared[1]}
+
     size = spec.matrix().bytes
-    calls = max(4, min(64, WALK // size))
-    matrices = [random_fp8(seed, spec.matrix(), spec.block) for seed in range(calls)]
-    x = random_rows(calls, spec.input(), spec.block)
-
-    @jax.jit
-    def chain(x, matrices):
-        for matrix in matrices:
-            y = fused.product(x, matrix, scale_block=spec.block, groups=spec.groups, **options)
-            x = x + (1e-30 * y[0, :, :1]).astype(x.dtype)
-        return x
-
-    return BenchCase(chain, (x, matrices), calls, size, ("fp8_product",))
+    return OperationCase(
+        "dense", f"{name} finished product", ("fp8_product_finished",), size, bench_case.calls_for(size), operands,
+        fused, definition, {"rounded": ROUNDED, "counters": bench_case.EXACT},
+    )  # fmt: skip
 
 
-def _exact_case(spec: ExactSpec, options: dict) -> BenchCase:
+def _exact_case(name: str, spec: ExactSpec) -> OperationCase:
+    def fused(x, weight):
+        from pallas_kernels.dense import fused as launches
+
+        made = launches.exact_product(x, weight)
+        return {"product": made.sum(0)}, nudged(x, made[0, :, :1])
+
+    def definition(x, weight):
+        return {"product": reference.exact_product(x, weight)[0]}
+
+    size = bench_case.tree_bytes(spec.weight())
+    return OperationCase(
+        "dense", f"{name} exact product", ("bf16_product",), size, bench_case.calls_for(size),
+        lambda calls: (random_rows(calls, spec.input()), _weights(spec, calls)),
+        fused, definition, {"product": SUMS},
+    )  # fmt: skip
+
+
+def _weights(spec: ExactSpec, calls: int) -> list[jax.Array]:
+    return [random_bf16(seed, spec.weight()) for seed in range(calls)]
+
+
+def _joined_case(name: str, spec: ExactSpec) -> OperationCase:
     beside = spec.beside
-    size = spec.weight().size * 2 + (beside.matrix().bytes if beside else 0)
-    calls = max(4, min(64, WALK // size))
-    weights = [random_bf16(seed, spec.weight()) for seed in range(calls)]
-    x = random_rows(calls, spec.input())
-    if beside is None:
-        matrices, rounded = [None] * calls, None
-    else:
-        matrices = [random_fp8(seed, beside.matrix(), beside.block) for seed in range(calls)]
-        rounded = random_rows(calls + 1, beside.input(), beside.block)
 
-    @jax.jit
-    def chain(x, rounded, weights, matrices):
-        for weight, matrix in zip(weights, matrices, strict=True):
-            if beside is None:
-                y = fused.exact_product(x, weight, **options)
-            else:
-                _, y = fused.products(rounded, matrix, x, weight, scale_block=beside.block, **options)
-            x = x + (1e-30 * y[0, :, :1]).astype(x.dtype)
-        return x
+    def operands(calls):
+        rows = random_rows(calls + 1, beside.input(), beside.block), random_rows(calls, spec.input())
+        return rows, list(zip(_matrices(beside, calls), _weights(spec, calls), strict=True))
 
-    kernel = "bf16_product" if beside is None else "both_products"
-    return BenchCase(chain, (x, rounded, weights, matrices), calls, size, (kernel,))
+    def fused(shared, own):
+        from pallas_kernels.dense import fused as launches
+
+        (rounded, x), (matrix, weight) = shared, own
+        first, second = launches.products(rounded, matrix, x, weight, scale_block=beside.block)
+        return {"rounded": first.sum(0), "exact": second.sum(0)}, (rounded, nudged(x, second[0, :, :1]))
+
+    def definition(shared, own):
+        (rounded, x), (matrix, weight) = shared, own
+        first, second = reference.products(rounded, matrix, x, weight)
+        return {"rounded": first[0], "exact": second[0]}
+
+    size = bench_case.tree_bytes((spec.weight(), beside.matrix()))
+    return OperationCase(
+        "dense", f"{name} products", ("both_products",), size, bench_case.calls_for(size), operands, fused,
+        definition, {"rounded": SUMS, "exact": SUMS},
+    )  # fmt: skip

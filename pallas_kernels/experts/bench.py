@@ -1,17 +1,19 @@
-"""The expert launches as a benchmark case."""
+"""The expert launches as cases to check and to time."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
-from pallas_kernels.bench_case import BenchCase, random_fp4, random_fp8, random_rows
-from pallas_kernels.experts import fused, reference
+from pallas_kernels import bench_case, tiles
+from pallas_kernels.bench_case import HALVES, ROUNDED, SUMS, OperationCase, nudged, random_fp4, random_fp8
+from pallas_kernels.experts import reference
 from pallas_kernels.experts.packing import PackedExperts
-from pallas_kernels.experts.specs import ExpertSpec
+from pallas_kernels.experts.specs import SPECS, ExpertSpec
 
 RESIDENT = 128  # packed experts to choose from
 LIVE = 7
+CALLS = 8  # each with other experts
+DISTINCT = {"v4-flash": 30, "v4.1-flash": 30, "v4.1-flash drafter": 18, "demo": 10}
 _routes = jax.jit(reference.routes, static_argnums=3)
 
 
@@ -39,24 +41,55 @@ def random_routes(spec: ExpertSpec, seed: int, distinct: int, resident: int = RE
     return _routes(jnp.asarray(ids, jnp.int32), weights, jnp.arange(tiles.ROWS) < LIVE, spec.entries)
 
 
-def bench_case(spec: ExpertSpec, distinct: int = 30, calls: int = 8) -> BenchCase:
-    """Gate and up, then down, of `distinct` listed experts and the shared one; other experts in each call."""
-    routed, shared = random_experts(spec)
-    routes = [random_routes(spec, seed, distinct) for seed in range(calls)]
-    x = random_rows(4, jax.ShapeDtypeStruct((tiles.ROWS, spec.width), jnp.float16), spec.block)
-    options = dict(scale_block=spec.block, dtype=jnp.dtype(spec.dtype))
+def random_hidden(spec: ExpertSpec, seed: int) -> reference.Hidden:
+    """Hidden rows as `gate_up` might hand them over."""
+    shapes = spec.hidden()
+    rows = reference.sticky_half(bench_case.normal(seed, *shapes.rows.shape) * tiles.HIDDEN_GAIN)
+    return reference.Hidden(rows, jnp.max(jnp.abs(rows).reshape(*shapes.peaks.shape, -1), axis=-1))
 
-    @jax.jit
-    def chain(x, routed, shared, routes):
-        for own in routes:
-            hidden = fused.gate_up(x, routed, shared, own, limit=spec.limit, **options)
-            partial = fused.down(
-                hidden, routed, shared, own, chosen=spec.chosen, round_block=spec.block, **options
-            )
-            x = x + (1e-30 * partial[:, -1, :1].astype(jnp.float32)).astype(x.dtype)
-        return x
 
-    count = int(routes[0].count[0])
-    each = sum(matrix.bytes for matrix in routed) // routed.down.words.shape[0]
-    size = count * each + sum(matrix.bytes for matrix in shared)
-    return BenchCase(chain, (x, routed, shared, routes), calls, size, ("gate_up", "down"))
+def cases() -> tuple[OperationCase, ...]:
+    """Gate and up, then down, of some listed experts and the shared one; and down of given hidden rows."""
+    return tuple(_case(name, SPECS[name], distinct) for name, distinct in DISTINCT.items())
+
+
+def _case(name: str, spec: ExpertSpec, distinct: int) -> OperationCase:
+    dtype = jnp.dtype(spec.dtype)
+    single = dtype == jnp.float32
+
+    def operands(calls):
+        rows = jax.ShapeDtypeStruct((tiles.ROWS, spec.width), jnp.float16)
+        shared = (bench_case.random_rows(4, rows, spec.block), random_hidden(spec, 5), *random_experts(spec))
+        return shared, [random_routes(spec, seed, distinct) for seed in range(calls)]
+
+    def outputs(gate_up, down, shared, routes):
+        x, given, routed, own = shared
+        made = gate_up(x, routed, own, routes, limit=spec.limit, dtype=dtype)
+        options = dict(chosen=spec.chosen, round_block=spec.block, dtype=dtype)
+        partial, other = (down(hidden, routed, own, routes, **options)[:LIVE] for hidden in (made, given))
+        # Neither body owes anything in rows that an expert is not routed to, nor in dead ones.
+        used = jnp.concatenate([jnp.ones((1, tiles.ROWS), bool), routes.slot >= 0])[..., None]
+        rows, peaks = (jnp.where(used, part, 0) for part in made)
+        return {"hidden": rows, "peaks": peaks, "output": partial, "output of given rows": other}
+
+    def fused(shared, routes):
+        from pallas_kernels.experts import fused as launches
+
+        def launched(body):
+            return lambda *arguments, **options: body(*arguments, scale_block=spec.block, **options)
+
+        made = outputs(launched(launches.gate_up), launched(launches.down), shared, routes)
+        return made, (nudged(shared[0], made["output"][:1, -1, :1]), *shared[1:])
+
+    listed = spec.routed(distinct)
+    return OperationCase(
+        "experts", f"{name} experts, {distinct} and the shared one", ("gate_up", "down"),
+        sum(matrix.bytes for matrix in (*listed, *spec.shared())), CALLS, operands, fused,
+        lambda shared, routes: outputs(reference.gate_up, reference.down, shared, routes),
+        {
+            "hidden": 1e-3 if single else HALVES,  # kept in 11 bits, rounded to odd
+            "peaks": 1e-3 if single else HALVES,
+            "output": ROUNDED,
+            "output of given rows": SUMS if single else HALVES,
+        },
+    )  # fmt: skip

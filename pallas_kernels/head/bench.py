@@ -1,22 +1,35 @@
-"""The head as a benchmark case."""
+"""The head as cases to check and to time."""
 
-import jax
 import jax.numpy as jnp
 
-from pallas_kernels.bench_case import BenchCase, random_bf16, random_rows
-from pallas_kernels.head import fused
-from pallas_kernels.head.specs import HeadSpec
+from pallas_kernels import bench_case
+from pallas_kernels.bench_case import EXACT, SUMS, OperationCase, nudged, random_bf16, random_rows
+from pallas_kernels.head import reference
+from pallas_kernels.head.specs import SPECS, HeadSpec
+
+CALLS = 4  # over one head, for it is larger than any cache
 
 
-def bench_case(spec: HeadSpec, calls: int = 4) -> BenchCase:
-    """The best token of 8 rows, several times over one head (it is larger than any cache)."""
-    weight, x = random_bf16(0, spec.weight()), random_rows(1, spec.input())
+def cases() -> tuple[OperationCase, ...]:
+    """The best token of 8 rows with the logits, as a drafter and a verifying pass need them."""
+    return tuple(_case(name, spec) for name, spec in SPECS.items() if name in bench_case.MODELS)
 
-    @jax.jit
-    def chain(x, weight):
-        for _ in range(calls):
-            token, _ = fused.logits_argmax(x, weight)
-            x = x + (1e-30 * token[:, None].astype(jnp.float32)).astype(x.dtype)
-        return x
 
-    return BenchCase(chain, (x, weight), calls, 2 * weight.size, ("tile_winners", "winners"))
+def _case(name: str, spec: HeadSpec) -> OperationCase:
+    def fused(shared, _):
+        from pallas_kernels.head import fused as launches
+
+        x, weight = shared
+        token, best, logits = launches.logits_argmax(x, weight, logits=True)
+        return _named(token, best, logits), (nudged(x, token[:, None]), weight)
+
+    return OperationCase(
+        "head", f"{name} head", ("tile_winners", "winners"), bench_case.tree_bytes(spec.weight()), CALLS,
+        lambda calls: ((random_rows(1, spec.input()), random_bf16(0, spec.weight())), [None] * calls),
+        fused, lambda shared, _: _named(*reference.logits_argmax(*shared, logits=True)),
+        {"token": EXACT, "best": SUMS, "logits": SUMS},
+    )  # fmt: skip
+
+
+def _named(token: jnp.ndarray, best: jnp.ndarray, logits: jnp.ndarray) -> bench_case.Outputs:
+    return {"token": token, "best": best, "logits": logits}

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tiny_step import LAYERS, tiny_json
 
-from v4flash.cli import kernels
+from v4flash.cli import kernel_budget
 from v4flash.profile import budget
 
 RECORDED = Path(budget.__file__).resolve().parents[3] / "docs" / "budgets"
@@ -51,7 +51,7 @@ def test_small_budget_from_end_to_end(call, config_file):
     assert found["aliased_bytes"] == found["state_bytes"] and found["not_in_place"] == []
     assert found["fits"] is True and found["weight_bytes"] < found["argument_bytes"]
     assert found["compile"]["compile"] > 0 and found["compile"]["peak_bytes"] > 1e8
-    assert kernels.as_text(found).startswith("tiny on NVIDIA H200 (sm_90, 132 cores)")
+    assert kernel_budget.as_text(found).startswith("tiny on NVIDIA H200 (sm_90, 132 cores)")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,94 @@
+"""Checking and timing of operations: verdicts, figures of made-up profiles, and what a machine is refused for."""
+
+import json
+
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.bench_case import OperationCase
+from v4flash.bench import kernel_cases
+from v4flash.errors import CapacityError
+from v4flash.profile.profile_table import Event
+
+
+def doubling(name: str, factor: float, tolerance: float = 1e-6) -> OperationCase:
+    """A case whose body multiplies by `factor` what its definition doubles."""
+    return OperationCase(
+        "doubling", name, ("double",), 64, 2, lambda calls: (jnp.ones(16), [jnp.arange(16.0)] * calls),
+        lambda shared, own: ({"double": factor * own}, shared), lambda shared, own: {"double": 2 * own},
+        {"double": tolerance},
+    )  # fmt: skip
+
+
+def failing(name: str) -> OperationCase:
+    def body(shared, own):
+        raise ValueError("no such tile\nand a page of detail")
+
+    return OperationCase("failing", name, ("fail",), 1, 1, lambda calls: (None, [None]), body, body, {})
+
+
+def test_verdicts():
+    heard = []
+    record = kernel_cases.check(
+        [doubling("demo right", 2), failing("demo failing"), doubling("demo wrong", 2.1),
+         doubling("demo close", 2.1, 0.06), doubling("demo endless", float("inf"))],
+        heard.append,
+    )  # fmt: skip
+    assert heard == record["cases"]
+    verdicts = {case["name"]: case["right"] for case in record["cases"]}
+    assert verdicts == {
+        "demo right": True, "demo failing": False, "demo wrong": False, "demo close": True, "demo endless": False
+    }  # fmt: skip
+    found = {case["name"]: case for case in record["cases"]}
+    assert found["demo wrong"]["outputs"]["double"]["error"] == pytest.approx(0.05, rel=1e-4)
+    assert found["demo endless"]["outputs"]["double"]["error"] is None
+    assert found["demo failing"]["problem"] == "ValueError: no such tile"
+    assert json.loads(json.dumps(record, allow_nan=False)) == record
+
+
+def test_figures_of_a_profile():
+    """Two chains of two calls; each call is a `walk`, a `walk_back` and something of XLA's. Times in ns."""
+    events = []
+    for start, slow in ((0.0, 0.0), (100_000.0, 4_000.0)):
+        for call in range(2):
+            at = start + call * 10_000
+            events += [
+                Event("walk_kernel", "Stream", at, 2_000 + slow),
+                Event("walk_back_kernel", "Stream", at + 7_000, 1_000),
+                Event("loop_add_fusion", "Stream", at + 8_000, 1_500),
+            ]
+    found = kernel_cases.measured(events, ("walk", "walk_back"), repeats=2, calls=2)
+    assert found == {
+        "microseconds": 5.0,  # the medians of 2, 2, 6, 6 and of 1
+        "kernel_microseconds": {"walk": 4.0, "walk_back": 1.0},
+        "span_microseconds": 9.75,  # from 0 to 19.5 us, two calls
+        "launches": 3.0,
+    }
+
+
+def test_a_profile_without_the_kernel_is_an_error():
+    with pytest.raises(ValueError, match="no kernel walk among 1 events"):
+        kernel_cases.measured([Event("other", "Stream", 0, 1)], ("walk",), 1, 1)
+
+
+def test_a_cpu_is_refused():
+    with pytest.raises(
+        CapacityError, match="NVIDIA GPU of compute capability 9.0 or 10.3, found cpu; set TRITON"
+    ):
+        kernel_cases.runnable([doubling("demo right", 2)])
+    with pytest.raises(CapacityError, match="nothing to time without one"):
+        kernel_cases.bench([doubling("demo right", 2)], print)
+
+
+def test_the_interpreter_runs_what_it_can(monkeypatch):
+    monkeypatch.setattr(kernel_cases.launch, "INTERPRETED", True)
+    with pytest.raises(CapacityError, match="give --model demo"):
+        kernel_cases.runnable([doubling("v4-flash right", 2)])
+    with pytest.raises(CapacityError, match="unset TRITON_INTERPRET"):
+        kernel_cases.bench([doubling("demo right", 2)], print)
+
+
+def test_absent_packages_are_named(monkeypatch):
+    monkeypatch.setattr(kernel_cases, "PACKAGES", ("absent_package",))
+    with pytest.raises(CapacityError, match="need the package absent_package"):
+        kernel_cases.runnable([doubling("demo right", 2)])
