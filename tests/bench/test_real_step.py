@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tiny_step import tiny_json
 
-from v4flash.bench import random_weights, real_step
+from v4flash.bench import random_weights, real_step, streams
 from v4flash.cli import main
 from v4flash.config import ModelConfig
 from v4flash.engine.programs import Shapes
@@ -121,3 +121,28 @@ def test_large_tables_are_replaced_by_small_ones_of_which_as_much_is_read():
     abstract, _ = deviceless.abstract_weights(small, REAL_NUMERICS, "fused")
     assert {engram.table.shape[0] for engram in abstract.engrams.values()} == set(small.engram.num_embeddings)
     assert random_weights.with_small_memory(small) == small
+
+
+def test_streams_are_the_packed_matrices_that_a_step_reads(config):
+    packed, _ = deviceless.abstract_weights(config, REAL_NUMERICS, "fused")
+    every = [config.n_routed_experts] * config.num_hidden_layers
+    read = streams.stream_bytes(packed, every, config.draft.n_routed_experts, drafts=True)
+    layers = [*packed.layers, *packed.stages]
+    experts = sum(
+        leaf.size * leaf.dtype.itemsize for pack in layers for leaf in jax.tree.leaves(pack.experts)
+    )
+    words = sum(pack.words.data.size * 4 for pack in layers)  # shared experts and dense products
+    exact = sum(
+        np.prod(shape) * 2 for pack in layers for name, _, shape in pack.plain.layout if name == "exact"
+    )
+    taps = packed.tap_words.data.size * 4
+    assert read["gate_up"] + read["down"] + read["products"] == pytest.approx(
+        experts + words + exact + taps,
+        rel=0.01,  # the arenas' gaps, in a model this small
+    )
+    profile = {
+        "kernels": [{"name": "down", "microseconds": 2.0}, {"name": "fp8_product", "microseconds": 3.0}]
+    }
+    found = streams.rates(profile, read, bandwidth=4e12)
+    assert found["down"]["share"] == pytest.approx(read["down"] / 2e-6 / 4e12, rel=1e-3)
+    assert found["products"]["microseconds"] == 3.0 and "gate_up" not in found

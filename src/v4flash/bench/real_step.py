@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from v4flash.bench import random_weights
+from v4flash.bench.streams import rates, stream_bytes
 from v4flash.config import ModelConfig
 from v4flash.engine import compiler_options
 from v4flash.engine.programs import Shapes, make_control, new_state, new_stream
@@ -150,7 +151,13 @@ def _backend_cells(
         for k in request.draft_lengths:
             cell, stream = _cell(request, program, params, stream, context, k)
             cell = {"backend": backend, "weights_gigabytes": round(size, 1)} | cell
-            cells.append(cell | _beside_floor(config, cell, bandwidth))
+            distinct = cell.pop("distinct")
+            cell |= _beside_floor(config, cell, bandwidth)
+            if backend == "fused" and cell.get("profile"):
+                drafted = modelled_routing(config, k, CORRELATED).draft
+                read = stream_bytes(program.params, distinct, drafted, k > 0)
+                cell["streams"] = rates(cell["profile"], read, bandwidth)
+            cells.append(cell)
             say(describe(cells[-1]))
     return cells, bandwidth
 
@@ -251,6 +258,7 @@ def _cell(request: Request, program: StepProgram, params, stream: Stream, contex
         "milliseconds": round(1e3 * statistics.median(taken), 3),
         "spread": [round(1e3 * min(taken), 3), round(1e3 * max(taken), 3)],
         "queued_milliseconds": round(1e3 * statistics.median(queued), 3),
+        "distinct": distinct,
         "experts_per_layer": {
             "mean": round(float(np.mean(distinct)), 1),
             "least": int(min(distinct)),
@@ -301,12 +309,12 @@ def _profiled(loop: Callable, stream: Stream) -> tuple[dict[str, Any] | None, St
 
 
 def _beside_floor(config: ModelConfig, cell: dict[str, Any], bandwidth: float) -> dict[str, Any]:
-    """The bytes the step had to read with the experts it chose, and its time over theirs."""
+    """The cell with the bytes the step had to read with the experts it chose, and its time over theirs."""
     drafter = modelled_routing(config, cell["k"], CORRELATED).draft
     routing = Routing(cell["experts_per_layer"]["mean"], drafter, MEASURED, "counted; the drafter's modelled")
     least = floor(config, cell["k"], cell["context"], routing)
     ideal = least.milliseconds(bandwidth)
-    return {
+    return cell | {
         "floor_bytes": round(least.bytes),
         "floor_milliseconds": round(ideal, 3),
         "over_floor": round(cell["milliseconds"] / ideal, 3),

@@ -122,16 +122,25 @@ def as_text(record: dict[str, Any]) -> str:
             f"{kernels:>8} {idle:>6}"
         )
     for cell in record["cells"]:
+        if cell.get("streams"):
+            shares = ", ".join(f"{name} {100 * of['share']:.0f} %" for name, of in cell["streams"].items())
+            lines.append(f"{title(cell)}: share of the copy bandwidth: {shares}")
+    for cell in record["cells"]:
         if cell.get("profile"):
             lines += [
                 "",
-                f"{cell['backend']}, k = {cell['k']}, context {cell['context']:,}: us per step, times, kernel",
+                f"{title(cell)}: us per step, times, kernel",
             ]
             lines += [
                 f"{kernel['microseconds']:>10,.1f} {kernel['per_step']:>7,.0f}  {kernel['name']}"
                 for kernel in cell["profile"]["kernels"][:KERNELS_SHOWN]
             ]
     return "\n".join(lines)
+
+
+def title(cell: dict[str, Any]) -> str:
+    """Which cell it is."""
+    return f"{cell['backend']}, k = {cell['k']}, context {cell['context']:,}"
 
 
 def _commit() -> str | None:
