@@ -52,7 +52,8 @@ def key_slots(ids_ptr, row, tile, near_tiles, near, far, start, KEYS: tl.constex
     ring = start + place
     slot = place
     if KEYS == "chosen":
-        slot = tl.load(ids_ptr + row * IDS + tl.minimum(place, IDS - 1))
+        # As a sum over one row: each thread loads few ids, not all those of the keys that it will load.
+        slot = tl.sum(tl.load(ids_ptr + row * IDS + tl.minimum(place, IDS - 1)[None, :]), axis=0)
     return tl.where(is_near, tl.where(ring >= RING, ring - RING, ring), slot)
 
 
