@@ -46,6 +46,13 @@ def test_verdicts():
     assert json.loads(json.dumps(record, allow_nan=False)) == record
 
 
+def test_a_body_that_does_not_repeat_itself_is_wrong():
+    case = doubling("demo right", 2)
+    pair = case.pair()
+    assert pair.repeats and kernel_cases.compared(case, pair)["right"]
+    assert not kernel_cases.compared(case, pair._replace(repeats=False))["right"]
+
+
 def test_figures_of_a_profile():
     """Two chains of two calls; each call is a `walk`, a `walk_back` and something of XLA's. Times in ns."""
     events = []
@@ -92,3 +99,30 @@ def test_absent_packages_are_named(monkeypatch):
     monkeypatch.setattr(kernel_cases, "PACKAGES", ("absent_package",))
     with pytest.raises(CapacityError, match="need the package absent_package"):
         kernel_cases.runnable([doubling("demo right", 2)])
+
+
+def test_a_bench_goes_on_behind_a_case_that_fails(monkeypatch):
+    """With a made-up profile: 2 us a call for 64 bytes, beside a copy of 64 MB/s."""
+
+    def profiled(run):
+        run()
+        return [Event("double", "Stream", 10_000.0 * i, 2_000) for i in range(2 * kernel_cases.REPEATS)]
+
+    monkeypatch.setattr(kernel_cases, "_require_gpu", lambda instead: None)
+    monkeypatch.setattr(kernel_cases, "copy_bandwidth", lambda: 64e6)
+    monkeypatch.setattr(kernel_cases, "_profiled", profiled)
+    said, kept = [], []
+    record = kernel_cases.bench(
+        [failing("demo failing"), doubling("demo right", 2)], said.append, kept.append
+    )
+    assert len(said) == 5 and len(kept) == 4 and kept[-1] is record
+    broken, timed = record["cases"]
+    assert broken["problem"] == "ValueError: no such tile"
+    assert (timed["microseconds"], timed["rate"], timed["share"]) == (2.0, 32_000_000, 0.5)
+    assert (timed["span_microseconds"], timed["launches"]) == (6.0, 1.0)
+    assert (timed["reference_microseconds"], timed["reference_launches"]) == (2.0, 1.0)
+    assert said[-1] == "demo right: 2.0 us, 0 GB/s (50 %), span 6.0 us, XLA 2.0 us"
+    assert (
+        "reference_microseconds"
+        not in kernel_cases.bench([doubling("demo right", 2)], said.append, reference=False)["cases"][0]
+    )

@@ -94,7 +94,7 @@ def test_check_in_the_interpreter(tmp_path):
 @pytest.mark.parametrize(("right", "code"), [(True, 0), (False, 1)])
 def test_a_wrong_case_ends_with_code_1(call, monkeypatch, right, code):
     outputs = {"sum": {"error": 2e-5, "tolerance": 1e-5 if not right else 1e-4}}
-    verdict = {"name": "demo head", "right": right, "outputs": outputs}
+    verdict = {"name": "demo head", "right": right, "repeats": True, "outputs": outputs}
 
     def check(cases, heard):
         heard(verdict)
@@ -113,16 +113,16 @@ def test_a_verdict_shows_the_worst_output():
         "far": {"error": 0.02, "tolerance": 0.01},
         "same": {"error": 0.0, "tolerance": 0.0},
     }
-    line = kernel_cases.verdict_line({"name": "demo head", "right": False, "outputs": outputs})
+    case = {"name": "demo head", "right": False, "repeats": True, "outputs": outputs}
+    line = kernel_cases.verdict_line(case)
     assert line.startswith("WRONG  demo head ") and line.endswith(
         "relative error 2.0e-02 (far; at most 1e-02)"
     )
     outputs["same"]["error"] = 0.25
-    assert "(same;" in kernel_cases.verdict_line({"name": "demo head", "right": False, "outputs": outputs})
+    assert "(same;" in kernel_cases.verdict_line(case)
     outputs["close"]["error"] = None
-    assert "not finite (close;" in kernel_cases.verdict_line(
-        {"name": "demo head", "right": False, "outputs": outputs}
-    )
+    assert "not finite (close;" in kernel_cases.verdict_line(case)
+    assert kernel_cases.verdict_line(case | {"repeats": False}).endswith("ANOTHER CALL GIVES OTHER BITS")
     line = kernel_cases.verdict_line({"name": "demo head", "right": False, "problem": "ValueError: no"})
     assert line.endswith("ValueError: no")
 

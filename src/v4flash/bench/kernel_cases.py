@@ -21,7 +21,7 @@ from typing import Any
 import jax
 
 from pallas_kernels import bench_case, launch
-from pallas_kernels.bench_case import OperationCase
+from pallas_kernels.bench_case import OperationCase, Pair
 from v4flash.bench.real_step import copy_bandwidth
 from v4flash.engine.backends import CAPABILITIES, PACKAGES, current_device
 from v4flash.errors import CapacityError
@@ -80,25 +80,27 @@ def _device() -> dict[str, str]:
 def _ahead(
     cases: Sequence[OperationCase], prepare: Callable[[OperationCase], Any]
 ) -> Iterator[tuple[OperationCase, concurrent.futures.Future]]:
-    """Each case with what `prepare` makes of it in another thread, in order."""
+    """Each case with what `prepare` makes of it in another thread, in order. Behind the last one all are made."""
     threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
-    pool = concurrent.futures.ThreadPoolExecutor(threads)
+    pool, given_up = concurrent.futures.ThreadPoolExecutor(threads), True
     try:
         # A context of its own: what the caller set for compiling holds in the other thread too.
         yield from [(case, pool.submit(contextvars.copy_context().run, prepare, case)) for case in cases]
+        given_up = False
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=given_up)
 
 
 def check(cases: Sequence[OperationCase], heard: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Runs both bodies of every case on the same operands. `heard` gets each case's verdict as it is known.
 
-    Returns the record, JSON-ready. A case is right if no output's error is above its tolerance.
+    Returns the record, JSON-ready. A case is right if no output's error is above its tolerance and a second call gives
+    the same bits.
     """
     found = []
     for case, made in _ahead(cases, OperationCase.compiled_pair):
         try:
-            verdict = compared(case, *made.result()())
+            verdict = compared(case, made.result()())
         except Exception as problem:  # one case must not hide the others
             verdict = {"right": False, "problem": _told(problem)}
         found.append(_named(case) | verdict)
@@ -106,14 +108,14 @@ def check(cases: Sequence[OperationCase], heard: Callable[[dict[str, Any]], None
     return {"schema": CHECK_SCHEMA, "device": _device(), "cases": found}
 
 
-def compared(case: OperationCase, fused: bench_case.Outputs, expected: bench_case.Outputs) -> dict[str, Any]:
+def compared(case: OperationCase, pair: Pair) -> dict[str, Any]:
     """Errors (None where numbers are not finite) and tolerances by output, and the verdict."""
-    right, outputs = True, {}
-    for name, value in expected.items():
-        error, tolerance = bench_case.error(fused[name], value), case.tolerances[name]
+    right, outputs = pair.repeats, {}
+    for name, value in pair.reference.items():
+        error, tolerance = bench_case.error(pair.fused[name], value), case.tolerances[name]
         right &= error <= tolerance
         outputs[name] = {"error": error if math.isfinite(error) else None, "tolerance": tolerance}
-    return {"right": right, "outputs": outputs}
+    return {"right": right, "repeats": pair.repeats, "outputs": outputs}
 
 
 def bench(

@@ -126,7 +126,8 @@ def verdict_line(case: dict[str, Any]) -> str:
     worst = max(case["outputs"], key=excess)
     error, tolerance = case["outputs"][worst]["error"], case["outputs"][worst]["tolerance"]
     told = "numbers that are not finite" if error is None else f"relative error {error:.1e}"
-    return f"{mark}  {case['name']:<52} {told} ({worst}; at most {tolerance:.0e})"
+    differs = "" if case["repeats"] else "; ANOTHER CALL GIVES OTHER BITS"
+    return f"{mark}  {case['name']:<52} {told} ({worst}; at most {tolerance:.0e}){differs}"
 
 
 def run_bench(options: argparse.Namespace) -> int:
