@@ -56,8 +56,8 @@ KINDS = (
 
 
 def cases() -> tuple[OperationCase, ...]:
-    """Every kind of layer, where entries close and where none does."""
-    return tuple(_case(kind) for kind in KINDS)
+    """Every kind of layer, where entries close and where none does; and the rows of a drafter's block."""
+    return (*(_case(kind) for kind in KINDS), *(_block_case(kind) for kind in KINDS if kind.pool is None))
 
 
 def _random_layer(kind: Kind):
@@ -157,6 +157,27 @@ def _case(kind: Kind) -> OperationCase:
     return OperationCase(
         "key_rows", str(kind), ("cache_writes",), _bytes(kind), CALLS,
         lambda calls: (_random_layer(kind), [None] * calls), fused, definition, _tolerances(kind),
+        interpreted=kind.model == "demo",
+    )  # fmt: skip
+
+
+def _block_case(kind: Kind) -> OperationCase:
+    """Rows that enter no cache, of a layer without a pool."""
+    spec = kind.spec
+
+    def named(made: jax.Array, latent: jax.Array) -> dict[str, jax.Array]:
+        return {"window": made, "latent": latent}
+
+    def fused(rows, _):
+        from pallas_kernels.key_rows import kernels as launches
+
+        made, latent = launches.block_rows(rows, spec)
+        return named(made, latent), dataclasses.replace(rows, weight=nudged(rows.weight, latent[0, 0]))
+
+    return OperationCase(
+        "key_rows", f"{kind.model} rows of a drafter's block", ("cache_writes",), _bytes(kind), CALLS,
+        lambda calls: (_random_layer(kind)[0], [None] * calls), fused,
+        lambda rows, _: named(*reference.block_rows(rows, spec)), _tolerances(kind),
         interpreted=kind.model == "demo",
     )  # fmt: skip
 
