@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from v4flash.engine.diagnosis import Fault
 from v4flash.engine.programs import Programs, new_stream
 from v4flash.engine.statistics import Statistics
 from v4flash.errors import CapacityError, UsageError, V4FlashError
@@ -132,13 +131,14 @@ class Session:
         if budget == 0:
             statistics.finish = at_limit
             return
-        started = time.perf_counter()
+        started, before = time.perf_counter(), self._committed
         drawn, usable = self.prefill(control)
         first = int(jax.device_get(drawn))
         first_at = time.perf_counter()
         statistics.prefill_seconds = first_at - started
         if not bool(jax.device_get(usable)):
-            raise self._broken_text()
+            self._set_committed(before)
+            raise self._broken(self.tokens[before:], self._programs.shapes.chunk)
         stop_ids = set(jax.device_get(control.stop_ids).tolist())
         self.tokens.append(first)
         statistics.generated = 1
@@ -181,7 +181,8 @@ class Session:
         finally:
             self._settle(stream, in_flight)
         if broken is not None:
-            raise self._broken_pass(broken.drafts[: int(broken.drafted)].tolist())
+            drafts = broken.drafts[: int(broken.drafted)].tolist()
+            raise self._broken([*self.tokens[self._committed :], *drafts], self._programs.shapes.rows)
 
     def _read(self, result: StepResult, statistics: Statistics) -> TokenStep:
         """Takes one step's result into the session."""
@@ -206,29 +207,20 @@ class Session:
         if ahead:
             self._set_committed(self._committed)
 
-    def _broken_pass(self, drafts: list[int]) -> V4FlashError:
-        """The error for a step whose logits were not finite, found by running its pass again."""
-        if self._reach - self._committed > self._programs.shapes.max_rows - 1:
-            return self._broken_text()
-        tokens = [*self.tokens[self._committed :], *drafts]
-        _, fault = self._programs.diagnosis.of_pass(
-            self._params, self._state, tokens, self._programs.shapes.rows
-        )
-        return self._broken_text() if fault is None else _non_finite(fault)
+    def _broken(self, tokens: list[int], rows: int) -> V4FlashError:
+        """The error for a pass of `rows` rows over `tokens` whose logits were not finite, found by running it again.
 
-    def _broken_text(self) -> V4FlashError:
-        """The same for all tokens so far, run again from an empty state."""
-        empty = jax.tree.map(jnp.zeros_like, self._state)
-        fault = self._programs.diagnosis.of_text(
-            self._params, empty, self.tokens, self._programs.shapes.chunk
-        )
-        if fault is not None:
-            return _non_finite(fault)
-        return V4FlashError(
-            f"non-finite logits behind token {len(self.tokens)}, but finite ones when the text was run again: the "
-            "caches were damaged; start a new session, and report this"
-        )
-
-
-def _non_finite(fault: Fault) -> V4FlashError:
-    return V4FlashError(f"non-finite logits at token {fault.position}, {fault}")
+        Where that is not possible any more, or shows nothing, the whole text is run again from an empty state.
+        """
+        diagnosis, fault = self._programs.diagnosis, None
+        if len(tokens) <= rows and self._reach - self._committed < self._programs.shapes.max_rows:
+            _, fault = diagnosis.of_pass(self._params, self._state, tokens, rows)
+        if fault is None:
+            empty = jax.tree.map(jnp.zeros_like, self._state)
+            fault = diagnosis.of_text(self._params, empty, self.tokens, self._programs.shapes.chunk)
+        if fault is None:
+            return V4FlashError(
+                f"non-finite logits behind token {len(self.tokens)}, but finite ones when the text was run again: "
+                "the caches were damaged; start a new session, and report this"
+            )
+        return V4FlashError(f"non-finite logits at token {fault.position}, {fault}")
