@@ -20,7 +20,7 @@ CLOSING = re.compile(
     r"^prompt \d+ tok [\d.]+ s \(.+?\) \| decode (?P<tokens>\d+) tok [\d.]+ s \((?P<rate>.+?)\) \| "
     r"(?P<per_step>\S+) tok/step, accepted (?P<accepted>.+?) \| step .+? \| "
     r"compile [\d.]+ s \((?P<compile>cached|new)\) \| "
-    r"peak [\d.]+ [GM]B \| seed (?P<seed>\d+) \| cpu, xla \| finish: (?P<finish>\S+)$",
+    r"peak [\d.]+ [GM]B \| seed (?P<seed>\d+) \| cpu, xla \| finish: (?P<finish>.+?) \| (?P<certified>.+)$",
     re.MULTILINE,
 )
 SAMPLED = ("--prompt", "hello", "--temperature", 1, "--max-tokens", 24)
@@ -56,7 +56,7 @@ def test_text_and_figures_are_kept_apart(decode, document):
         "exact",
         "cpu",
         "xla (auto",
-        f"k auto, up to {TRAINED_BLOCK}",
+        f"k auto, up to {TRAINED_BLOCK} (all",
         "context 256",
     ):
         assert part in header
@@ -98,6 +98,41 @@ def test_seed_decides_the_sampled_text(document):
     first, again = (document(*SAMPLED, "--seed", 1)["token_ids"] for _ in range(2))
     assert first == again
     assert document(*SAMPLED, "--seed", 2)["token_ids"] != first
+
+
+def test_how_drafts_are_made_and_judged_leaves_a_greedy_text_alone(document):
+    greedy = ("--prompt", "abc", "--max-tokens", 24)
+    expected = document(*greedy)
+    assert expected["settings"]["adaptive"] and expected["settings"]["rule"] == "block"
+    options = ("--rule", "token", "--draft-temperature", 1.5, "--lookup", "--stop-repeats", 40, "--k", 2)
+    found = document(*greedy, *options)
+    assert found["token_ids"] == expected["token_ids"]
+    settings = found["settings"]
+    assert not settings["adaptive"] and settings["rule"] == "token" and settings["lookup"]
+    assert settings["draft_temperature"] == 1.5 and settings["stop_repeats"] == 40
+
+
+@pytest.mark.parametrize("options", [("--rule", "token"), ("--draft-temperature", 0), ("--k", 0)])
+def test_a_sampled_text_repeats_with_its_seed_for_every_way_of_drafting(document, options):
+    first, again = (document(*SAMPLED, "--seed", 3, *options)["token_ids"] for _ in range(2))
+    assert first == again
+
+
+def test_one_token_too_often_ends_the_text(document):
+    whole = document("--prompt", "abc", "--max-tokens", 40)["token_ids"]
+    found = document("--prompt", "abc", "--max-tokens", 40, "--stop-repeats", 2)
+    again = [at for at in range(1, len(whole)) if whole[at] == whole[at - 1]]
+    expected = whole[: again[0] + 1] if again else whole
+    assert found["token_ids"] == expected
+    assert found["statistics"]["finish"] == ("repeated" if again else "length")
+
+
+def test_a_speed_is_called_verified_only_with_a_certificate(decode, document):
+    short = ("--prompt", "abc", "--max-tokens", 4)
+    unverified = "| unverified (no certificate; `v4flash certify --save` makes one)"
+    assert decode(*short).err.rstrip().endswith(unverified)
+    assert decode(*short, "--k", 0).err.rstrip().endswith("| plain decoding")
+    assert document(*short)["certificate"]["status"] == "unverified"
 
 
 def test_text_ends_before_the_stop_string(document):
@@ -212,6 +247,13 @@ def test_effort_without_its_text_is_refused_before_loading(decode):
         (["--raw", "--system", "s"], "--system"),
         (["--raw", "--think", "on"], "--think"),
         (["--prompt-file", "x"], "both"),
+        (["--rule", "both"], "block, token"),
+        (["--draft-temperature", -1], "temperature"),
+        (["--draft-temperature", "warm"], "not a number"),
+        (["--stop-repeats", -1], "whole number"),
+        (["--stop-repeats", 1], "2 and more"),
+        (["--speculation", "absent.json"], "cannot read"),
+        (["--certificate", "absent.json"], "cannot read"),
         (["--encoding", "v9"], "v4-preview"),
     ],
 )
@@ -242,6 +284,8 @@ def test_header_says_which_backend_and_why():
 def test_drafting_without_a_drafter_is_refused(call, tmp_path, plain_checkpoint):
     outcome = call("decode", "--ckpt", plain_checkpoint, "--prompt", "x", "--k", 2)
     assert outcome.code == 2 and "no drafter" in outcome.err
+    outcome = call("decode", "--ckpt", plain_checkpoint, "--prompt", "x", "--lookup")
+    assert outcome.code == 2 and "drafter" in outcome.err
 
 
 def test_command_line_beats_environment_beats_default(call, monkeypatch):

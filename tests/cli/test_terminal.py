@@ -8,7 +8,9 @@ import pytest
 from v4flash.cli.terminal import Messages, Printer, closing_line, rate, share
 from v4flash.engine.statistics import Statistics
 
-RUNNING = dict(compile_seconds=12.34, cached=True, peak=1_900_000_000, device="cpu", backend="xla")
+RUNNING = dict(
+    compile_seconds=12.34, cached=True, peak=1_900_000_000, device="cpu", backend="xla", certified="verified"
+)
 
 
 class Screen(io.StringIO):
@@ -78,7 +80,7 @@ def test_closing_line_of_a_run():
     assert closing_line(statistics.to_json(), **RUNNING) == (
         "prompt 812 tok 0.41 s (1980 tok/s) | decode 7 tok 1.00 s (6.0 tok/s) | "
         "2.00 tok/step, accepted .67 .33 (50 %) | step 20.0 ms | compile 12.3 s (cached) | peak 1.9 GB | "
-        "seed 1234 | cpu, xla | finish: length"
+        "seed 1234 | cpu, xla | finish: length | verified"
     )
 
 

@@ -5,6 +5,7 @@ figures look (terminal).
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -83,6 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="measured costs and calibration for --k auto, from `v4flash advise --out` (default: speculation.json "
         "beside the weights)",
     )
+    drafting.add_argument(
+        "--certificate",
+        metavar="FILE",
+        help="of `v4flash certify`; without one of these weights, speeds are called unverified (default: "
+        "certificate.json beside the weights)",
+    )
     sampling = parser.add_argument_group("sampling")
     add(sampling, "--temperature", help="0 is greedy", default=0.0, type=number, metavar="T")
     add(sampling, "--top-p", help="1 is off", default=1.0, type=number, metavar="P")
@@ -131,6 +138,8 @@ def run(options: argparse.Namespace) -> int:
     text = prompt_text(options)
     if any(not stop for stop in options.stop):
         raise UsageError("a stop string is empty; give at least one character, or leave --stop out")
+    if options.stop_repeats == 1:
+        raise UsageError("--stop-repeats 1 would end every text at once; use 0 (off), or 2 and more")
     path = shared.checkpoint_folder(options.ckpt) if options.ckpt else demo_path()
     messages = Messages(options.quiet)
 
@@ -139,6 +148,7 @@ def run(options: argparse.Namespace) -> int:
     device = devices.choose(options.device)
     from v4flash.config import ModelConfig
     from v4flash.engine import backends, language_model, programs, speculation_file
+    from v4flash.fidelity import certificate_file
     from v4flash.speculative.filters import SamplingParams
     from v4flash.text import Tokenizer
 
@@ -154,8 +164,11 @@ def run(options: argparse.Namespace) -> int:
     k = min(config.draft.block_size if config.draft else 0, rows - 1, MAX_DRAFT) if adaptive else k
     if options.lookup and config.draft is None:
         raise UsageError("--lookup needs a checkpoint with a drafter; leave it out")
-    measured = Path(options.speculation) if options.speculation else None
-    measured = speculation_file.read(measured) if measured else speculation_file.beside(path)
+    file = options.speculation
+    measured = speculation_file.read(Path(file)) if file else speculation_file.beside(path)
+    certified = Path(options.certificate) if options.certificate else None
+    if certified:
+        certificate_file.read(certified)
     tokenizer = Tokenizer.from_dir(path)
     prompt = language_model.encode_prompt(
         tokenizer, path, config, text,
@@ -180,7 +193,8 @@ def run(options: argparse.Namespace) -> int:
     # The header gives this reason; what only compiling or packing finds out is said when it is known.
     wanted = backend.name if backend.note and options.backend == "auto" else options.backend
     cache = "off" if options.no_compile_cache else str(programs.cache_folder())
-    costs = "by measured costs" if measured.costs_for(device.kind, dtype, rows) else "all, no costs measured"
+    known = measured.costs_for(device.kind, backend.name, dtype, rows)
+    costs = "by measured costs" if known else "all, no costs measured"
     depth = f"k auto, up to {k} ({costs})" if adaptive and k else f"k {k}"
     messages.say(
         f"{path}: {config.family}, {dtype}, {mode} | {device} | "
@@ -221,6 +235,9 @@ def run(options: argparse.Namespace) -> int:
     )
     interrupted = stream(generation, None if options.json else Printer(options.quiet), messages)
     peak = devices.peak_bytes()
+    facts = {"device": device.kind, "backend": model.backend, "dtype": dtype, "mode": mode, "rows": rows}
+    length = "auto" if k and (adaptive or options.lookup) else k
+    standing = certificate_file.standing(path, length, facts, certified)
     figures = generation.statistics.to_json()
     if generation.reasoning_open and prompt.thinking and figures["finish"] in ("length", "context"):
         which = "--max-tokens" if figures["finish"] == "length" else "--ctx"
@@ -237,6 +254,7 @@ def run(options: argparse.Namespace) -> int:
             peak=peak,
             device=device.platform,
             backend=model.backend,
+            certified=str(standing),
         )
     )
     if options.json:
@@ -249,6 +267,7 @@ def run(options: argparse.Namespace) -> int:
             "prompt": {"text": prompt.text, "token_ids": prompt.ids},
             "statistics": figures,
             "checkpoint": {"path": str(path), "family": config.family},
+            "certificate": dataclasses.asdict(standing),
             "settings": {
                 "k": k,
                 "adaptive": adaptive,

@@ -122,9 +122,17 @@ def amount(count: float) -> str:
 
 
 def closing_line(
-    figures: dict[str, Any], *, compile_seconds: float, cached: bool, peak: int, device: str, backend: str
+    figures: dict[str, Any],
+    *,
+    compile_seconds: float,
+    cached: bool,
+    peak: int,
+    device: str,
+    backend: str,
+    certified: str,
 ) -> str:
-    """One line that says what a generation did; `figures` as from `Statistics.to_json`."""
+    """One line that says what a generation did; `figures` as from `Statistics.to_json`, `certified` whether a
+    certificate covers it."""
     steps, drafted = figures["steps"], figures["acceptance"] is not None
     positions = " ".join(share(value) for value in figures["acceptance_by_position"])
     accepted = f"{positions} ({100 * figures['acceptance']:.0f} %)" if drafted else NOT_KNOWN
@@ -141,5 +149,6 @@ def closing_line(
         f"seed {figures['seed']}",
         f"{device}, {backend}",
         f"finish: {figures['finish'] or 'nothing run'}",
+        certified,
     ]
     return " | ".join(parts)

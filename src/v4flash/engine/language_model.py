@@ -182,7 +182,7 @@ class LanguageModel:
         """Measured milliseconds of a step by live rows that hold for these programs, if there are any."""
         dtype = jnp.dtype(self.numerics.dtype).name
         rows = self.programs.shapes.rows
-        return self.speculation.costs_for(jax.devices()[0].device_kind, dtype, rows)
+        return self.speculation.costs_for(jax.devices()[0].device_kind, self.backend, dtype, rows)
 
     def depth_policy(self, adaptive: bool) -> DepthPolicy:
         """How many drafts are verified: chosen in every step, or always those wanted.
@@ -223,8 +223,8 @@ class LanguageModel:
             raise UsageError(f"rule is {rule!r}, expected {' or '.join(RULES)}")
         if lookup and not draft:
             raise UsageError("lookup needs a checkpoint with a drafter; leave it out")
-        if repeat_limit < 0:
-            raise UsageError(f"repeat_limit is {repeat_limit}, expected 0 (off) or more")
+        if repeat_limit < 0 or repeat_limit == 1:
+            raise UsageError(f"repeat_limit is {repeat_limit}, expected 0 (off), or 2 and more")
         return programs.make_control(
             k,
             max(k, min(draft.block_size, limit)) if draft else 0,

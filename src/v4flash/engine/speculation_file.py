@@ -4,8 +4,8 @@ Knows: the file's form, and when its costs may be used. Does not know: how anyth
 how a depth is chosen from it (speculative/depth.py).
 
 `speculation.json` beside the weights is used without being asked for. Calibration and usual acceptance belong to
-the weights; costs belong to a device, a number type, and a row count, and count only where all three are the
-same.
+the weights; costs belong to a device, a backend, a number type, and a row count, and count only where all four are
+the same.
 """
 
 import dataclasses
@@ -42,11 +42,12 @@ class StepCosts:
     """Milliseconds of a step by its live rows.
 
     Attributes:
-      device, dtype, mode, rows, context: what they were measured with; `rows` of the verifying pass.
+      device, backend, dtype, mode, rows, context: what they were measured with; `rows` of the verifying pass.
       milliseconds: place 0 without drafting, place r with drafting and r live rows.
     """
 
     device: str
+    backend: str
     dtype: str
     mode: str
     rows: int
@@ -61,10 +62,10 @@ class SpeculationFile:
     calibration: Calibration | None = None
     costs: StepCosts | None = None
 
-    def costs_for(self, device: str, dtype: str, rows: int) -> list[float] | None:
-        """The costs if they were measured with this device kind, number type and row count."""
-        costs = self.costs
-        same = costs is not None and (costs.device, costs.dtype, costs.rows) == (device, dtype, rows)
+    def costs_for(self, device: str, backend: str, dtype: str, rows: int) -> list[float] | None:
+        """The costs if they were measured with this device kind, backend, number type and row count."""
+        costs, wanted = self.costs, (device, backend, dtype, rows)
+        same = costs is not None and (costs.device, costs.backend, costs.dtype, costs.rows) == wanted
         return costs.milliseconds if same else None
 
     def write(self, path: Path) -> None:

@@ -8,7 +8,7 @@ A difference whose two tokens are closer than TIE_GAP is a *tie* (rounding decid
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +103,31 @@ def compare(first: dict[str, Any], second: dict[str, Any], target: TargetPass) -
         raise UsageError("the two records have different prompts; record both with the same prompt file")
     found = []
     for index, (one, other) in enumerate(zip(first["entries"], second["entries"], strict=True)):
-        pairs = zip(one["ids"], other["ids"], strict=False)
-        position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
-        if position is None:
-            continue
-        tokens = one["ids"][position], other["ids"][position]
-        logits = target(one["prompt"] + one["ids"][:position]).logits[-1]
-        gap = float(abs(logits[tokens[0]] - logits[tokens[1]]))
-        found.append(Difference(index, position, tokens, gap, "tie" if gap < TIE_GAP else "bug"))
+        difference = first_difference(
+            index, one["prompt"], one["ids"], other["ids"], lambda ids: target(ids).logits[-1]
+        )
+        if difference is not None:
+            found.append(difference)
     return found
+
+
+def first_difference(
+    index: int,
+    prompt: list[int],
+    one: list[int],
+    other: list[int],
+    last_logits: Callable[[list[int]], np.ndarray],
+    tie_gap: float = TIE_GAP,
+) -> Difference | None:
+    """Where two generated texts behind a prompt first disagree; None if nowhere.
+
+    Args: last_logits, gives the logits [V] behind some ids; tie_gap, the distance below which a difference is a tie.
+    """
+    pairs = zip(one, other, strict=False)
+    position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    if position is None:
+        return None
+    tokens = one[position], other[position]
+    logits = last_logits(prompt + one[:position])
+    gap = float(abs(logits[tokens[0]] - logits[tokens[1]]))
+    return Difference(index, position, tokens, gap, "tie" if gap < tie_gap else "bug")

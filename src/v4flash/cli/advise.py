@@ -1,0 +1,120 @@
+"""`v4flash advise`: which draft length pays on this machine for given prompts, and the file that --k auto reads.
+
+Knows: options, and how the table looks. Does not know: how anything is measured (engine/advice.py).
+"""
+
+import argparse
+import json
+from typing import Any
+
+from v4flash.cli import options as shared
+from v4flash.cli import prompt_files
+from v4flash.cli.options import add, number, whole
+from v4flash.cli.terminal import Messages, share
+from v4flash.errors import UsageError, V4FlashError
+
+NAME = "advise"
+HELP = "measure step times and acceptance, and say which k is the fastest"
+FILE_NAME = "speculation.json"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shared.add_checkpoint(parser)
+    prompt_files.add_prompts(parser, count=12, tokens=96)
+    parser.add_argument(
+        "--max-k",
+        type=whole(1, 9),
+        default=7,
+        metavar="N",
+        help="longest draft to try (default 7; 8 and 9 take --rows 16)",
+    )
+    add(parser, "--rows", help="rows of a verifying pass", default=8, type=whole(2), metavar="N")
+    add(parser, "--temperature", help="0 is greedy", default=0.0, type=number, metavar="T")
+    prompt_files.add_result(parser, "costs and calibration for --k auto", FILE_NAME)
+    shared.add_backend(parser)
+    shared.add_numbers(parser, None)
+    shared.add_device(parser)
+    parser.add_argument("--json", action="store_true", help="one JSON document on standard output")
+    parser.add_argument("--quiet", action="store_true", help="nothing on standard error but warnings")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measures and advises; 0 also where speculation loses, which is an answer."""
+    if options.max_k > options.rows - 1:
+        raise UsageError(
+            f"--max-k is {options.max_k}, a program with {options.rows} rows verifies {options.rows - 1}; use --rows 16"
+        )
+    path = prompt_files.drafting_checkpoint(options)
+    prompts = prompt_files.prompts(options, path)
+    out = prompt_files.result_file(options, path, FILE_NAME)
+    messages = Messages(options.quiet)
+    from v4flash.cli import device as devices
+
+    device = devices.choose(options.device)
+    from v4flash.engine import advice, language_model
+
+    model = prompt_files.load(options, path, prompts, options.rows, messages)
+    messages.say(
+        f"{path}: {model.config.family}, {model.mode} | {device} | backend {model.backend} | "
+        f"k 0 to {options.max_k} and auto, {len(prompts)} prompts of up to {options.tokens} tokens, "
+        f"temperature {options.temperature:g}"
+    )
+    encoded: dict[str, list[language_model.Prompt]] = {}
+    for prompt in prompts:
+        encoded.setdefault(prompt["class"], []).append(model.encode(prompt["text"], raw=not prompt["chat"]))
+    found = advice.measure(
+        model,
+        encoded,
+        range(options.max_k + 1),
+        tokens=options.tokens,
+        temperature=options.temperature,
+        say=messages.progress,
+    )
+    messages.clear()
+    document = {
+        "schema": advice.SCHEMA,
+        "checkpoint": str(path),
+        "device": device.kind,
+        "backend": model.backend,
+        "dtype": model.numerics.dtype.__name__,
+        "mode": model.mode,
+        "rows": options.rows,
+        "temperature": options.temperature,
+        "prompts": len(prompts),
+        "tokens": options.tokens,
+        "drafted_unverified_ms": model.speculation.costs.milliseconds[1],
+        **advice.advice(found, model.config.draft.block_size),
+    }
+    if out:
+        try:
+            model.speculation.write(out)
+        except OSError as error:
+            raise V4FlashError(f"writing {out} failed ({error.strerror}); check disk and rights") from None
+        use = "`v4flash decode` uses it" if options.save else f"`v4flash decode --speculation {out}` uses it"
+        messages.say(f"wrote {out}; {use}")
+    print(json.dumps(document, indent=1) if options.json else table(document))
+    return 0
+
+
+def table(document: dict[str, Any]) -> str:
+    """The advice for a person."""
+
+    def shown(value: float | None, digits: int = 1) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    lines = [
+        f"{'k':>4}  {'step ms':>8}  {'tok/step':>8}  {'tok/s':>8}  {'predicted':>9}  {'pays below ms':>13}"
+    ]
+    for row in document["draft_lengths"]:
+        mark = "  <- fastest" if row["k"] == document["best_k"] else ""
+        lines.append(
+            f"{row['k']:>4}  {shown(row['step_ms'], 2):>8}  {shown(row['tokens_per_step'], 2):>8}  "
+            f"{shown(row['tokens_per_second']):>8}  {shown(row['predicted_tokens_per_second']):>9}  "
+            f"{shown(row['break_even_ms'], 2):>13}{mark}"
+        )
+    lines += ["", "accepted with all drafts before them, by position, and the fastest k:"]
+    width = max(len(name) for name in document["classes"])
+    for name, found in document["classes"].items():
+        positions = " ".join(share(value) for value in found["survival"])
+        lines.append(f"  {name:<{width}}  {positions or 'nothing drafted'}  k = {found['best_k']}")
+    return "\n".join([*lines, "", document["verdict"]])
