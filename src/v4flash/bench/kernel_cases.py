@@ -9,6 +9,7 @@ hides no other.
 
 import concurrent.futures
 import contextvars
+import importlib
 import importlib.util
 import math
 import os
@@ -58,6 +59,9 @@ def _require_packages() -> None:
         raise CapacityError(
             f"the kernels need the package {missing[0]}, which is not installed; install the gpu extra"
         )
+    # Now, while there is one thread: two that import a package at once may each see half of it.
+    for package in (*PACKAGES, "triton.language"):
+        importlib.import_module(package)
 
 
 def _require_gpu(instead: str) -> None:

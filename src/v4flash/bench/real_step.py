@@ -36,7 +36,7 @@ from v4flash.speculative.stream import Control, Stream
 
 SCHEMA = "v4flash.real_step/1"
 WARM_STEPS, PROFILED_STEPS = 3, 3
-_COPIED = 1 << 30  # bytes of the array whose copy gives the bandwidth
+_COPIED, _COPIES = 1 << 30, 16  # bytes of the array whose copies give the bandwidth, and their number
 _SLACK = 1024  # positions behind the longest context, for the steps of the loops
 
 
@@ -116,19 +116,23 @@ def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dic
 
 
 def copy_bandwidth() -> float:
-    """Bytes/s read and written by the copy of a large array on the device, the median of a few."""
-    source = jnp.zeros((_COPIED // 4 if jax.default_backend() != "cpu" else 1 << 24,), jnp.int32)
-    copy = jax.jit(lambda x: x + 1)
-    copy(source).block_until_ready()
+    """Bytes/s read and written by copies of a large array on the device, the median of a few chains of them."""
+    source = jnp.zeros((_COPIED // 4 if jax.default_backend() != "cpu" else 1 << 22,), jnp.int32)
+
+    def chain(x: jax.Array) -> jax.Array:
+        # One graph without barriers would be a single addition.
+        for _ in range(_COPIES):
+            x = jax.lax.optimization_barrier(x + 1)
+        return x
+
+    copies = jax.jit(chain).lower(source).compile(compiler_options=compiler_options.here())
+    copies(source).block_until_ready()
     taken = []
     for _ in range(7):
         started = time.perf_counter()
-        made = source
-        for _ in range(4):
-            made = copy(made)
-        made.block_until_ready()
-        taken.append((time.perf_counter() - started) / 4)
-    return 2 * source.nbytes / statistics.median(taken)
+        copies(source).block_until_ready()
+        taken.append(time.perf_counter() - started)
+    return 2 * source.nbytes * _COPIES / statistics.median(taken)
 
 
 def _backend_cells(
