@@ -247,7 +247,7 @@ def _cell(request: Request, program: StepProgram, params, stream: Stream, contex
         return stream, result, routes
 
     stream, result, routes = loop(stream, WARM_STEPS)
-    distinct = _distinct(routes)
+    distinct = _distinct(routes, k + 1)
     taken, queued, emitted = [], [], 0
     for _ in range(request.repeats):
         started = time.perf_counter()
@@ -280,9 +280,9 @@ def _cell(request: Request, program: StepProgram, params, stream: Stream, contex
     return cell, stream
 
 
-def _distinct(routes: jax.Array) -> list[int]:
-    """Different experts of each layer among routes [L, R, K]; dead rows hold -1."""
-    return [len(set(layer[layer >= 0].tolist())) for layer in np.asarray(routes)]
+def _distinct(routes: jax.Array, live: int) -> list[int]:
+    """Different experts of each layer among routes [L, R, K], of which the first `live` rows count."""
+    return [len(np.unique(layer[:live])) for layer in np.asarray(routes)]
 
 
 def _profiled(loop: Callable, stream: Stream) -> tuple[dict[str, Any] | None, Stream]:
