@@ -288,13 +288,15 @@ def verdict(rows: Sequence[Mapping[str, Any]], best: int, drafting: int) -> str:
     """The advice in a sentence or two. `best` is the fastest k, `drafting` the fastest above 0."""
     row = {found["k"]: found for found in rows}
     plain, fastest = row[0]["tokens_per_second"], row[drafting]["tokens_per_second"]
+    chosen = f"; k auto gives {row[AUTO]['tokens_per_second']:.1f}"
     if best == 0:
         needed = row[0]["step_ms"] * row[drafting]["predicted_tokens_per_step"]
         return (
             f"speculation loses here: k = {drafting} gives {fastest:.1f} tok/s, no drafting {plain:.1f}; a step with "
             f"k = {drafting} takes {row[drafting]['step_ms']:.1f} ms and would have to take less than {needed:.1f}"
+            f"{chosen}"
         )
-    said = f"best: k = {best}, {fastest:.1f} tok/s against {plain:.1f} without drafting"
+    said = f"best: k = {best}, {fastest:.1f} tok/s against {plain:.1f} without drafting{chosen}"
     following = row.get(best + 1)
     if following is not None:
         said += (
