@@ -227,7 +227,10 @@ def _scopes(module: Module, launches: list[thunk_text.Launch]) -> list[str]:
     """
 
     def own(instruction: Instruction | None) -> str:
-        return scope_of(instruction.op_name) if instruction else ""
+        if instruction is None or instruction.op_name:
+            return scope_of(instruction.op_name) if instruction else ""
+        # A launch with operands in slices has no path of its own: its slices and what it launches have.
+        return next(filter(None, (scope_of(part.op_name) for part in module.operations(instruction))), "")
 
     found, last = [], NO_SCOPE
     for launch in launches:
