@@ -53,7 +53,8 @@ def compiling_is_quick():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+# One family every time, the one with more operations; both with the slow tests.
+@pytest.fixture(scope="module", params=["v41", pytest.param("v4", marks=pytest.mark.slow)])
 def engines(request) -> tuple[Engine, Engine]:
     """(fused, on the operations' definitions; plain) of one small model."""
     model = small_toy(request.param)
