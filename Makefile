@@ -7,7 +7,7 @@ TEST_STAMP := .venv/.stamp-test
 SOURCES := src pallas_kernels tests $(wildcard notebooks/*.py) run_decode.py
 # Two workers: the suite compiles JAX programs, and each one fills a core.
 WORKERS ?= 2
-BUDGET_BACKENDS ?= xla
+BUDGET_BACKENDS ?= xla fused
 COMPILER := jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-cuda-runtime nvidia-nvvm
 PROMPT ?= What is a generator?
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

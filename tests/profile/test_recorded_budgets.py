@@ -10,7 +10,7 @@ from v4flash.profile import budget, targets
 
 FOLDER = Path(budget.__file__).resolve().parents[3] / "docs" / "budgets"
 FILES = sorted(FOLDER.glob("*.json"))
-WANTED = {"v4-flash-0731-h200-xla"}
+WANTED = {"v4-flash-0731-h200-xla", "v4-flash-0731-h200-fused", "v4.1-flash-h200-fused"}
 # XLA decides anew what to fuse whenever a line of the step changes; a table that is further off than this
 # describes another step. What is fused by hand must not grow at all.
 STALE = 0.02
@@ -20,6 +20,8 @@ COUNTS = (
     "weight_copies", "weight_copies_bytes", "argument_leaves", "temp_bytes",
 )  # fmt: skip
 AGAIN = "make budgets"
+MOST_ARGUMENTS = 600  # each costs the host half a microsecond a step
+LAUNCHES_A_LAYER = 11  # of the backbone; to become 8
 
 
 def recorded(name: str) -> dict:
@@ -53,6 +55,17 @@ def test_recorded_steps_keep_their_state_in_place_and_spill_nothing(name):
     found = recorded(name)
     assert found["aliased_bytes"] == found["state_bytes"] and found["not_in_place"] == []
     assert (found["spills"], found["state_copies"]) == (0, 0)
+
+
+@pytest.mark.parametrize("name", [file.stem for file in FILES if file.stem.endswith("fused")])
+def test_the_hand_fused_step_is_one_graph_that_copies_no_weight(name):
+    found = recorded(name)
+    assert (found["command_buffers"], found["graph_cuts"], found["host_launches_per_step"]) == (1, 0, 1)
+    assert found["weight_copies"] == 0
+    assert found["argument_leaves"] <= MOST_ARGUMENTS
+    by_part = found["kernels_by_part"]
+    layers = by_part["verify/layer/attention"] + by_part["verify/layer/ffn"]
+    assert layers <= LAUNCHES_A_LAYER * found["layers"]
 
 
 @pytest.mark.slow  # minutes of both processors each
