@@ -60,6 +60,7 @@ def test_popularity_makes_rows_choose_as_many_experts_as_modelled():
     assert counted == pytest.approx(correlated_experts(64, config.num_experts_per_tok, 6), rel=0.1)
 
 
+@pytest.mark.slow  # the command runs such weights every time, in their published layout
 def test_packed_weights_run_finite(config):
     abstract, _ = deviceless.abstract_weights(config, REAL_NUMERICS, "fused")
     experts = random_weights.popular_experts(config, config.n_routed_experts, 6)

@@ -27,6 +27,7 @@ def prompts(tmp_path_factory):
     return file
 
 
+@pytest.mark.slow  # compiles and measures for the better part of a minute
 def test_advice_is_measured_printed_and_kept(call, decode, checkpoint, prompts, tmp_path):
     out = tmp_path / "costs.json"
     advise = ("advise", "--ckpt", checkpoint, "--prompts", prompts, *SMALL, "--max-k", MAX_K)

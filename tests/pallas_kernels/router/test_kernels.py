@@ -47,7 +47,11 @@ def test_nothing_spills(spec, hashed, capability):
 
 @pytest.mark.parametrize("capability", compile_for_gpu.CAPABILITIES)
 @pytest.mark.parametrize(
-    "spec,router", [(boundary_specs.V4_FLASH, specs.V4_FLASH), (boundary_specs.V41_FLASH, specs.V41_FLASH)]
+    "spec,router",
+    [
+        (boundary_specs.V4_FLASH, specs.V4_FLASH),
+        pytest.param(boundary_specs.V41_FLASH, specs.V41_FLASH, marks=pytest.mark.slow),  # half a minute each
+    ],
 )
 def test_the_joined_launch_spills_nothing_and_nobody_waits_for_room(spec, router, capability):
     width, mixes = spec.width, spec.mixes
