@@ -147,7 +147,7 @@ def nudged(x: jax.Array, by: jax.Array) -> jax.Array:
 
 def normal(seed: int, *shape: int, dtype=jnp.float32, scale: float = 1.0) -> jax.Array:
     """Random numbers of a normal distribution."""
-    return _normal(_key(seed), shape, jnp.dtype(dtype), scale)
+    return _normal(key(seed), shape, jnp.dtype(dtype), scale)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -157,7 +157,7 @@ def _normal(key: jax.Array, shape: tuple[int, ...], dtype, scale: float) -> jax.
 
 def random_fp4(seed: int, shape: PackedMatrix) -> PackedMatrix:
     """Packed FP4 weights of any codes, with scales of 2^-11 to 2^-4."""
-    return _random_fp4(_key(seed), shape.words.shape, shape.scales.shape)
+    return _random_fp4(key(seed), shape.words.shape, shape.scales.shape)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -170,7 +170,7 @@ def _random_fp4(key: jax.Array, words: tuple[int, ...], scales: tuple[int, ...])
 
 def random_fp8(seed: int, shape: PackedMatrix, block: int) -> PackedMatrix:
     """Packed FP8 weights, finite, with scales of 2^-12 to 2^-8 (one for all blocks of a chunk if `block` is 128)."""
-    return _random_fp8(_key(seed), shape.words.shape, shape.scales.shape, block)
+    return _random_fp8(key(seed), shape.words.shape, shape.scales.shape, block)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
@@ -186,7 +186,7 @@ def _random_fp8(key: jax.Array, words: tuple[int, ...], scales: tuple[int, ...],
 
 def random_bf16(seed: int, shape: jax.ShapeDtypeStruct) -> jax.Array:
     """BF16 weights of a normal distribution, small enough that sums over a row stay near one."""
-    return _random_bf16(_key(seed), shape.shape)
+    return _random_bf16(key(seed), shape.shape)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -196,13 +196,13 @@ def _random_bf16(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 def random_rows(seed: int, shape: jax.ShapeDtypeStruct, block: int | None = None) -> jax.Array:
     """Activations of a normal distribution, rounded in blocks where the operation expects rounded ones."""
-    x = jax.random.normal(_key(seed), shape.shape)
+    x = jax.random.normal(key(seed), shape.shape)
     if shape.dtype == jnp.float16:
         x = formats.fp8_round_trip(x, min(block, shape.shape[-1]))
     return x.astype(shape.dtype)
 
 
-def _key(seed: int) -> jax.Array:
+def key(seed: int) -> jax.Array:
     """A key of the generator that compiles and runs fastest."""
     return jax.random.key(seed, impl="rbg")
 

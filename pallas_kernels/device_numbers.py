@@ -8,6 +8,7 @@ The functions give the same bits compiled and interpreted, as far as the arithme
 interpreter truncates where the hardware rounds to bfloat16, hence the two bodies of `rounded`.
 """
 
+import jax.numpy as jnp
 import triton
 import triton.language as tl
 
@@ -19,6 +20,11 @@ INTERPRETED = tl.constexpr(launch.INTERPRETED)
 E4M3_MAX = tl.constexpr(_E4M3_MAX)
 ACTIVATION_FLOOR = tl.constexpr(_ACTIVATION_FLOOR)
 SMALLEST_NORMAL = tl.constexpr(2.0**-126)
+
+
+def triton_type(dtype) -> tl.dtype:
+    """Triton's name of float32 or bfloat16, as a kernel's constant."""
+    return {jnp.dtype(jnp.float32): tl.float32, jnp.dtype(jnp.bfloat16): tl.bfloat16}[jnp.dtype(dtype)]
 
 
 @triton.jit

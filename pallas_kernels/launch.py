@@ -42,7 +42,6 @@ def call(
     grid: tuple[int, ...],
     outputs: Sequence[jax.ShapeDtypeStruct],
     aliases: Mapping[int, int] | None = None,
-    zeroed: Sequence[int] = (),
     num_warps: int = 4,
     num_stages: int = 3,
     **constants: Any,
@@ -57,7 +56,6 @@ def call(
       outputs: shape and type of each output.
       aliases: {operand index: output index} of outputs that are updated in place; the index counts arrays and
         numbers.
-      zeroed: outputs that hold zeros when the kernel starts (one memset each).
       num_warps, num_stages: as in Triton.
 
     With TRITON_INTERPRET=1 in the environment at import the kernel runs in Triton's interpreter on concrete
@@ -75,7 +73,6 @@ def call(
         num_stages=num_stages,
         compute_capability=_capability.get(),
         input_output_aliases=dict(aliases or {}),
-        zeroed_outputs=tuple(zeroed),
         **constants,
     )
     return list(made)

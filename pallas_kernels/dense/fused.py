@@ -5,16 +5,15 @@ Knows: shapes, and how many warps and shares of the columns a product gets. Does
 
 import jax
 import jax.numpy as jnp
-import triton.language as tl
 
 from pallas_kernels import launch, tiles
 from pallas_kernels.dense import kernels
 from pallas_kernels.dense.packing import bfloat_terms, half_terms
+from pallas_kernels.device_numbers import triton_type
 from pallas_kernels.tiles import PackedMatrix
 
 # Programs that keep an H200 busy without a second, half-empty wave; from the shapes measured there.
 MOST_PROGRAMS = 704
-_TRITON_TYPE = {jnp.dtype(jnp.float32): tl.float32, jnp.dtype(jnp.bfloat16): tl.bfloat16}
 MANY_TILES = 96  # from here on eight warps a program did better than four
 
 
@@ -47,28 +46,9 @@ def product(
     `scale_block` is the block of the weight scales, 128 or 32. bf16 x is read as fp16. `splits` chooses S, `warps`
     how many (4 or 8) share a tile, and `fenced` whether a warp's weight loads are kept together.
     """
-    columns = x.shape[1] // groups
-    count, chunks = _require_packed(x, matrix, columns, groups)
-    warps = warps or _warps(count, chunks)
-    splits = splits or shares(count, chunks, warps)
-    terms = half_terms(x)
-    return launch.call(
-        kernels.fp8_product,
-        terms,
-        *matrix,
-        grid=(count * splits,),
-        outputs=[_partial(splits, count)],
-        num_warps=warps,
-        BLOCKS=columns // tiles.BLOCK,
-        TILES=count,
-        GROUPS=groups,
-        SPLITS=splits,
-        SCALED=scale_block,
-        BFLOAT=terms.dtype == jnp.bfloat16,
-        TERMS=terms.shape[0],
-        FENCED=fenced,
-        WARPS=warps,
-    )[0]
+    terms, settings = _fp8_launch(x, matrix, scale_block, groups, splits, warps)
+    outputs = [_partial(settings["SPLITS"], settings["TILES"])]
+    return launch.call(kernels.fp8_product, terms, *matrix, outputs=outputs, FENCED=fenced, **settings)[0]
 
 
 def finished_product(
@@ -87,41 +67,51 @@ def finished_product(
     Args: as there and of `product`, and
       counters: from `device_barrier.counters`, with `ticket_words` words from `first_ticket` on that hold zeros.
     """
-    columns = x.shape[1] // groups
-    count, chunks = _require_packed(x, matrix, columns, groups)
-    width = count * tiles.TILE
+    terms, settings = _fp8_launch(x, matrix, scale_block, groups)
+    width = settings["TILES"] * tiles.TILE
     if round_block % tiles.TILE or round_block and width % round_block:
         raise ValueError(
             f"{width} columns in rounding blocks of {round_block}, expected a multiple of 32 that divides"
         )
-    joined = _joined(round_block)
-    warps = _warps(count, chunks)
-    splits = shares(count, chunks, warps)
-    terms = half_terms(x)
     out = jax.ShapeDtypeStruct((tiles.ROWS, width), jnp.float16 if round_block else dtype)
     made = launch.call(
         kernels.fp8_product_finished,
         terms,
         *matrix,
         counters,
-        grid=(count * splits,),
-        outputs=[out, _partial(splits, count), jax.ShapeDtypeStruct(counters.shape, counters.dtype)],
+        outputs=[
+            out,
+            _partial(settings["SPLITS"], settings["TILES"]),
+            jax.ShapeDtypeStruct(counters.shape, counters.dtype),
+        ],
         aliases={3: 2},
-        num_warps=warps,
-        BLOCKS=columns // tiles.BLOCK,
-        TILES=count,
-        GROUPS=groups,
-        SPLITS=splits,
-        SCALED=scale_block,
-        BFLOAT=terms.dtype == jnp.bfloat16,
-        TERMS=terms.shape[0],
-        WARPS=warps,
-        JOINED=joined,
-        DTYPE=_TRITON_TYPE[jnp.dtype(dtype)],
+        **settings,
+        JOINED=_joined(round_block),
+        DTYPE=triton_type(dtype),
         ROUND=bool(round_block),
         TICKETS=first_ticket,
     )
     return made[0], made[2]
+
+
+def _fp8_launch(
+    x: jax.Array,
+    matrix: PackedMatrix,
+    scale_block: int,
+    groups: int,
+    splits: int | None = None,
+    warps: int | None = None,
+) -> tuple[jax.Array, dict]:
+    """The rows in terms, and the grid, warps and constants that every launch over one FP8 matrix has."""
+    columns = x.shape[1] // groups
+    count, chunks = _require_packed(x, matrix, columns, groups)
+    warps = warps or _warps(count, chunks)
+    splits = splits or shares(count, chunks, warps)
+    terms = half_terms(x)
+    return terms, dict(
+        grid=(count * splits,), num_warps=warps, BLOCKS=columns // tiles.BLOCK, TILES=count, GROUPS=groups,
+        SPLITS=splits, SCALED=scale_block, BFLOAT=terms.dtype == jnp.bfloat16, TERMS=terms.shape[0], WARPS=warps,
+    )  # fmt: skip
 
 
 def ticket_words(width: int, round_block: int) -> int:

@@ -5,14 +5,12 @@ Knows: shapes, grids and how many warps a tile gets. Does not know: the bodies (
 
 import jax
 import jax.numpy as jnp
-import triton.language as tl
 
 from pallas_kernels import launch, tiles
+from pallas_kernels.device_numbers import triton_type
 from pallas_kernels.experts import kernels
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.reference import PEAK_CHANNELS, Hidden, Routes
-
-_TRITON_TYPE = {jnp.dtype(jnp.float32): tl.float32, jnp.dtype(jnp.bfloat16): tl.bfloat16}
 
 
 def gate_up(
@@ -48,7 +46,7 @@ def gate_up(
         TILES=width // 16,
         LIMIT=float(limit),
         SCALED=scale_block,
-        DTYPE=_TRITON_TYPE[jnp.dtype(dtype)],
+        DTYPE=triton_type(dtype),
         ROUND=rounded,
         WARPS=warps,
     )

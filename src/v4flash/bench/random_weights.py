@@ -9,7 +9,6 @@ bias of the router's choice, as real checkpoints have one, so the choice itself 
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -179,12 +178,12 @@ def _packed(arrays: dict[str, jax.Array], like: Arena) -> Arena:
 def _published(names: tuple[str, ...], leaf, config: ModelConfig, experts: Experts, number: int) -> jax.Array:
     """One array of the published layout: payloads and scale bytes, else as `_values`."""
     if leaf.dtype == jnp.float8_e4m3fn:
-        return _payload(_key(number), leaf.shape)
+        return _payload(bench_case.key(number), leaf.shape)
     if leaf.dtype == jnp.uint8:
         fp4 = "experts" in names and "shared_experts" not in names
         low, high = _FP4_SCALES if fp4 else _FP8_SCALES
         limits = (low, high) if _is_scale(names) else (0, 256)
-        return _integers(_key(number), leaf.shape, jnp.uint8, *limits)
+        return _integers(bench_case.key(number), leaf.shape, jnp.uint8, *limits)
     return _values(names, leaf, config, experts, number)
 
 
@@ -193,12 +192,12 @@ def _values(names: tuple[str, ...], leaf, config: ModelConfig, experts: Experts,
     last = names[-1]
     if jnp.issubdtype(leaf.dtype, jnp.integer):
         if last in ("table", "tid2eid"):
-            return _different(_key(number), leaf.shape, leaf.dtype, experts.resident)
-        return _integers(_key(number), leaf.shape, leaf.dtype, 0, config.vocab_size)
+            return _different(bench_case.key(number), leaf.shape, leaf.dtype, experts.resident)
+        return _integers(bench_case.key(number), leaf.shape, leaf.dtype, 0, config.vocab_size)
     if last == "bias" and leaf.shape == experts.bias.shape:
         return jnp.asarray(experts.bias, leaf.dtype)
     if len(leaf.shape) >= 2:
-        return _normal(_key(number), leaf.shape, leaf.dtype)
+        return _normal(bench_case.key(number), leaf.shape, leaf.dtype)
     return (
         jnp.zeros(leaf.shape, leaf.dtype)
         if last in ("base", "attn_sink", "bias")
@@ -218,11 +217,6 @@ def _names(path) -> tuple[str, ...]:
 
 def _expert_counts(config: ModelConfig) -> set[int]:
     return {config.n_routed_experts} | ({config.draft.n_routed_experts} if config.draft else set())
-
-
-def _key(number: int) -> jax.Array:
-    """A key of the generator that compiles and runs fastest."""
-    return jax.random.key(number, impl="rbg")
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -251,8 +245,3 @@ def _payload(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """Finite E4M3 payloads: no byte of seven ones."""
     finite = jax.random.bits(key, shape, jnp.uint8) & jnp.uint8(0xFE)
     return jax.lax.bitcast_convert_type(finite, jnp.float8_e4m3fn)
-
-
-def tree_gigabytes(tree: Any) -> float:
-    """10^9 bytes of all arrays of a pytree."""
-    return sum(math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in jax.tree.leaves(tree)) / 1e9

@@ -28,7 +28,7 @@ from v4flash.engine import compiler_options
 from v4flash.engine.programs import Shapes, make_control, new_state, new_stream
 from v4flash.errors import UsageError
 from v4flash.profile import profile_table
-from v4flash.profile.deviceless import BACKENDS, REAL_NUMERICS, abstract_weights
+from v4flash.profile.deviceless import BACKENDS, REAL_NUMERICS, abstract_weights, tree_bytes
 from v4flash.profile.floor import CORRELATED, MEASURED, Routing, floor, modelled_routing
 from v4flash.speculative.filters import SamplingParams
 from v4flash.speculative.step import draft_limit, speculative_step
@@ -148,7 +148,7 @@ def _backend_cells(
     say(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     started = time.perf_counter()
     params = jax.block_until_ready(random_weights.fill(program.params, config, experts))
-    size = random_weights.tree_gigabytes(params)
+    size = tree_bytes(params) / 1e9
     say(f"{backend}: {size:.1f} GB of weights in {time.perf_counter() - started:.0f} s")
     stream, cells = program.stream(), []
     for context in request.contexts:

@@ -8,9 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
+from pallas_kernels.bench_case import tree_bytes
 from v4flash.model.fused.arena import Arena
 from v4flash.model.fused.packing import PackedLayer, PackedModel
 
@@ -30,14 +28,14 @@ def stream_bytes(
     for pack, distinct in zip([*packed.layers, *stages], [*experts, *[drafted] * len(stages)], strict=True):
         for name in ("gate_up", "down"):
             routed = getattr(pack.experts, name)
-            read[name] += distinct * sum(_size(part) / part.shape[0] for part in routed)
+            read[name] += distinct * sum(tree_bytes(part) / part.shape[0] for part in routed)
             read[name] += _named(pack.words, f"shared.{name}")
         read["products"] += _dense(pack)
     for engram in packed.engrams.values():
-        read["products"] += _size(engram.words.data)
+        read["products"] += tree_bytes(engram.words.data)
     if packed.tap_words is not None:
-        read["products"] += _size(packed.tap_words.data)
-    read["tile_winners"] = _size(packed.head) * (2 if stages else 1)
+        read["products"] += tree_bytes(packed.tap_words.data)
+    read["tile_winners"] = tree_bytes(packed.head) * (2 if stages else 1)
     return read
 
 
@@ -70,7 +68,3 @@ def _named(arena: Arena, name: str) -> float:
     wanted = {f"{name}.words", f"{name}.scales"}
     found = sum(math.prod(shape) for own, _, shape in arena.layout if own in wanted)
     return float(found * arena.data.dtype.itemsize)
-
-
-def _size(array: jax.Array | jax.ShapeDtypeStruct) -> float:
-    return float(math.prod(array.shape) * jnp.dtype(array.dtype).itemsize)

@@ -117,8 +117,8 @@ class LanguageModel:
     """A loaded checkpoint with its pinned programs.
 
     Attributes:
-      params: the weights as the programs take them: an nnx.State of `graphdef`, or with backend 'fused' a
-        PackedModel (graphdef is then None). `programs.model(params)` is the model in either case.
+      params: the weights as the programs take them: an nnx.State, or with backend 'fused' a
+        PackedModel. `programs.model(params)` is the model in either case.
       backend, backend_note: 'xla' or 'fused', and what a person should know about that choice, or None.
     """
 
@@ -133,7 +133,6 @@ class LanguageModel:
         self.numerics = loaded.numerics
         self.path = loaded.path
         self.params = loaded.params
-        self.graphdef = loaded.graphdef
         self.programs = pinned
         self.backend, self.backend_note = backend.name, backend.note
         self.speculation = speculation or speculation_file.SpeculationFile()

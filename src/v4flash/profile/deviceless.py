@@ -9,12 +9,10 @@ not judge the speed of XLA's own matrix products.
 """
 
 import dataclasses
-import math
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import flax.nnx as nnx
 import jax
@@ -23,13 +21,15 @@ from jax.experimental import topologies
 from jax.sharding import SingleDeviceSharding
 
 from pallas_kernels import launch
+from pallas_kernels.bench_case import tree_bytes
 from v4flash.checkpoint.inventory import abstract_model
 from v4flash.config import ModelConfig
+from v4flash.engine.backends import packed_shapes
 from v4flash.engine.compiler_options import GPU_OPTIONS
 from v4flash.engine.programs import Shapes, make_control, new_state, new_stream
 from v4flash.errors import CapacityError, UsageError
 from v4flash.model.fused.model import FusedModel
-from v4flash.model.fused.packing import PackedModel, pack_model
+from v4flash.model.fused.packing import PackedModel
 from v4flash.model.numerics import Numerics
 from v4flash.profile.targets import Target
 from v4flash.speculative.filters import SamplingParams
@@ -155,17 +155,10 @@ def abstract_weights(
     """
     if backend not in BACKENDS:
         raise UsageError(f"no backend {backend}; expected one of {', '.join(BACKENDS)}")
+    if backend == "fused":
+        return packed_shapes(config, numerics), lambda packed: FusedModel(config, numerics, packed)
     graphdef, variables = abstract_model(config, numerics)
-    params = nnx.from_flat_state(variables)
-    if backend == "xla":
-        return params, lambda params: nnx.merge(graphdef, params)
-    packed = jax.eval_shape(lambda params: pack_model(nnx.merge(graphdef, params)), params)
-    return packed, lambda packed: FusedModel(config, numerics, packed)
-
-
-def tree_bytes(tree: Any) -> int:
-    """Bytes of all arrays of a pytree."""
-    return sum(math.prod(leaf.shape) * jnp.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(tree))
+    return nnx.from_flat_state(variables), lambda params: nnx.merge(graphdef, params)
 
 
 def _device(target: Target):

@@ -86,10 +86,10 @@ def make_chances(model: LanguageModel) -> Callable[[Any, Stream, Control], jax.A
     from a pass over anchor and drafts; s the share of the target's mass that the earlier drafts still stand for, 1
     when drafts are judged one by one.
     """
-    graphdef, rows, limit = model.graphdef, model.programs.shapes.rows, model.draft_limit
+    rows, limit = model.programs.shapes.rows, model.draft_limit
 
     def chances(params: nnx.State, stream: Stream, control: Control) -> jax.Array:
-        merged = nnx.merge(graphdef, params)
+        merged = model.programs.model(params)
         ids, laws, _ = draft(merged, stream, control, limit)
         tokens = jnp.zeros((rows,), jnp.int32).at[0].set(stream.anchor).at[1 : limit + 1].set(ids)
         trunk, _ = merged.backbone.trunk(tokens, stream.decode, control.draft_length + 1)

@@ -13,37 +13,22 @@ from pallas_kernels.engram.specs import SPECS, EngramSpec
 from v4flash.config import ModelConfig
 from v4flash.model import engram as model_engram
 from v4flash.model.engram import compressed_history
+from v4flash.model.fused.model import engram_memory
+from v4flash.model.fused.specs import engram_spec
+from v4flash.model.numerics import Numerics
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "models"
 ROWS = 8
+QUANTISED = Numerics(jnp.float32, quantise=True)
 # float32 sums over the width in another order.
 TOLERANCE = 2e-6
-
-
-def spec_of(config: ModelConfig, dtype: str = "float32") -> EngramSpec:
-    engram = config.engram
-    return EngramSpec(
-        config.hidden_size, engram.max_ngram_size, engram.n_heads, engram.head_dim, engram.pad_token_id,
-        config.weight_block_size, config.hc_mult, config.rms_norm_eps, dtype,
-    )  # fmt: skip
-
-
-def memory_of(config: ModelConfig, layer: int, table, token_map) -> Memory:
-    factors = model_engram.multipliers(config.engram, layer)
-    halves = [[factor & 0xFFFFFFFF, factor >> 32] for factor in factors]
-    primes = [prime for sizes in model_engram.table_primes(config.engram)[layer] for prime in sizes]
-    offsets = np.cumsum([0, *primes[:-1]])
-    return Memory(
-        table, None, token_map, jnp.asarray(halves, jnp.uint32), jnp.asarray(primes, jnp.int32),
-        jnp.asarray(offsets, jnp.int32),
-    )  # fmt: skip
 
 
 def test_lookup_and_merge_equal_the_models():
     toy = toy_models.toy("v41", quantise=True)
     config, backbone, index = toy.config, toy.model.backbone, 1
-    module, spec = backbone.layers[index].engram, spec_of(toy.config)
-    memory = memory_of(config, index, module.embed.weight[...], backbone.token_map[...])
+    module, spec = backbone.layers[index].engram, engram_spec(toy.config, QUANTISED)
+    memory = engram_memory(config, index, module.embed.weight[...], None, backbone.token_map[...])
     random = np.random.default_rng(0)
     ring = jnp.asarray(random.integers(0, config.vocab_size, 24), jnp.int32)
 
@@ -80,5 +65,7 @@ def test_packed_rows_are_decoded():
 
 
 def test_specs_are_those_of_the_configurations():
-    for name, dtype in (("v4.1-flash", "bfloat16"), ("demo", "float32")):
-        assert SPECS[name] == spec_of(ModelConfig.from_file(CONFIGS / f"{name}.json"), dtype)
+    for name, dtype in (("v4.1-flash", jnp.bfloat16), ("demo", jnp.float32)):
+        assert SPECS[name] == engram_spec(
+            ModelConfig.from_file(CONFIGS / f"{name}.json"), Numerics(dtype, quantise=True)
+        )

@@ -13,7 +13,9 @@ from pallas_kernels.hyper_connections.reference import Output, Projection
 from pallas_kernels.hyper_connections.specs import SPECS, BoundarySpec
 from v4flash.config import ModelConfig
 from v4flash.model.backbone import first_stream, stream_mean
+from v4flash.model.fused.specs import boundary_spec
 from v4flash.model.hyper_connections import collapse
+from v4flash.model.numerics import Numerics
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "models"
 ROWS = 8
@@ -22,10 +24,7 @@ TOLERANCE = 2e-6
 
 
 def spec_of(config: ModelConfig, quantise: bool = False) -> BoundarySpec:
-    return BoundarySpec(
-        config.hidden_size, config.hc_mult, config.delayed_mixing, config.weight_block_size if quantise else 0,
-        config.rms_norm_eps, config.hc_eps, config.hc_sinkhorn_iters, "float32",
-    )  # fmt: skip
+    return boundary_spec(config, Numerics(jnp.float32, quantise))
 
 
 def projection_of(module) -> Projection:

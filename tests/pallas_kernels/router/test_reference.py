@@ -12,15 +12,10 @@ from pallas_kernels.router import reference
 from pallas_kernels.router.reference import Gate
 from pallas_kernels.router.specs import SPECS, RouterSpec
 from v4flash.config import ModelConfig
+from v4flash.model.fused.specs import router_spec
 
 CONFIGS = Path(__file__).parents[3] / "configs" / "models"
 ROWS = 8
-
-
-def spec_of(config: ModelConfig, experts: int, chosen: int) -> RouterSpec:
-    return RouterSpec(
-        config.hidden_size, experts, chosen, config.routed_scaling_factor, config.router_sum_eps
-    )
 
 
 @pytest.mark.parametrize("family,layer", [("v4", 0), ("v4", 3), ("v41", 2)])
@@ -31,7 +26,7 @@ def test_choices_and_weights_equal_the_models(family, layer):
     x = jnp.asarray(random.normal(size=(ROWS, toy.config.hidden_size)).astype(np.float32))
     tokens = jnp.asarray(random.integers(0, toy.config.vocab_size, ROWS), jnp.int32)
     expected_ids, expected_weights = jax.jit(lambda x, tokens: router(x, tokens))(x, tokens)
-    spec = spec_of(toy.config, toy.config.n_routed_experts, router.chosen)
+    spec = router_spec(toy.config, toy.config.n_routed_experts, router.chosen)
     hashed = router.tid2eid is not None
     gate = Gate(
         router.weight[...], None if hashed else router.bias[...], router.tid2eid[...] if hashed else None
@@ -63,7 +58,9 @@ def test_equal_scores_go_to_the_lower_id():
 )
 def test_specs_are_those_of_the_configurations(name, file):
     config = ModelConfig.from_file(CONFIGS / f"{file}.json")
-    assert SPECS[name] == spec_of(config, config.n_routed_experts, config.num_experts_per_tok)
+    assert SPECS[name] == router_spec(config, config.n_routed_experts, config.num_experts_per_tok)
     if f"{name} drafter" in SPECS:
         draft = config.draft
-        assert SPECS[f"{name} drafter"] == spec_of(config, draft.n_routed_experts, draft.num_experts_per_tok)
+        assert SPECS[f"{name} drafter"] == router_spec(
+            config, draft.n_routed_experts, draft.num_experts_per_tok
+        )

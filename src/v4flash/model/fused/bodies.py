@@ -33,13 +33,14 @@ from pallas_kernels.router.specs import RouterSpec
 from pallas_kernels.rows import Columns
 from pallas_kernels.tiles import PackedMatrix
 from v4flash.config import ModelConfig
+from v4flash.model.fused import specs
 from v4flash.model.numerics import Numerics
 
 
 class ReferenceBodies:
     """The definitions in plain jax.numpy; XLA fuses what it can."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, rows: int, attention_spec: AttentionSpec):
+    def __init__(self, config: ModelConfig, numerics: Numerics, rows: int):
         self.block = config.weight_block_size
         self.round_block = config.weight_block_size if numerics.quantise else 0
         self.limit, self.dtype = config.swiglu_limit, numerics.dtype
@@ -167,7 +168,7 @@ class ReferenceBodies:
 class FusedBodies(ReferenceBodies):
     """One or two launches an operation; see the operations' folders for their pictures."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, rows: int, attention_spec: AttentionSpec):
+    def __init__(self, config: ModelConfig, numerics: Numerics, rows: int):
         # Triton is an extra: only this body needs it.
         from pallas_kernels import device_barrier
         from pallas_kernels.attention import kernels as attention_kernels
@@ -181,13 +182,13 @@ class FusedBodies(ReferenceBodies):
         from pallas_kernels.markov_chain import fused as chain_launches
         from pallas_kernels.router import fused as router_launches
 
-        super().__init__(config, numerics, rows, attention_spec)
+        super().__init__(config, numerics, rows)
         self._attention, self._dense, self._experts = attention_kernels, dense_launches, expert_launches
         self._head, self._boundaries, self._index = head_launches, boundary_launches, index_kernels
         self._rows, self._router, self._chain = row_kernels, router_launches, chain_launches
         self._engram = engram_launches
         lines = (
-            attention_kernels.counter_lines(rows, attention_spec),
+            attention_kernels.counter_lines(rows, specs.attention_spec(config, numerics)),
             boundary_launches.COUNTER_LINES,
             router_launches.COUNTER_LINES,
             chain_launches.COUNTER_LINES,

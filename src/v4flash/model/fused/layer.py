@@ -90,7 +90,7 @@ class Pass:
     @classmethod
     def start(cls, bodies, config: ModelConfig, numerics: Numerics, tokens, length, count) -> "Pass":
         rows = tokens.shape[0]
-        ops = bodies(config, numerics, rows, specs.attention_spec(config, numerics))
+        ops = bodies(config, numerics, rows)
         return cls(config, numerics, ops, length, count, tokens, Turns.of(config, length, rows))
 
     def rounded(self, x: jax.Array) -> jax.Array:

@@ -25,7 +25,7 @@ from v4flash.model.fused import layer as layers
 from v4flash.model.fused import specs
 from v4flash.model.fused.bodies import FusedBodies, ReferenceBodies
 from v4flash.model.fused.layer import Pass, Selection, projection
-from v4flash.model.fused.packing import PackedEngram, PackedModel
+from v4flash.model.fused.packing import PackedModel
 from v4flash.model.numerics import Numerics, rms_norm
 from v4flash.state import DecodeState, ring_write
 
@@ -102,9 +102,7 @@ class FusedBackbone:
             weight = self.packed.floats["norm"] if weight is None else weight
             rows = hidden.shape[0]
             x = rms_norm(hidden, weight, self.config.rms_norm_eps)
-            ops = self.bodies(
-                self.config, self.numerics, ROWS, specs.attention_spec(self.config, self.numerics)
-            )
+            ops = self.bodies(self.config, self.numerics, ROWS)
             return ops.logits(jnp.pad(x, ((0, -rows % ROWS), (0, 0))), self.packed.head)[:rows]
 
     def _streams(self, source, coefficients, output) -> jax.Array:
@@ -124,7 +122,7 @@ class FusedBackbone:
         if isinstance(source, tuple):
             source = boundaries.embedded(*source, specs.boundary_spec(self.config, self.numerics))
         with jax.named_scope("engram"):
-            memory = engram_memory(self.config, index, packed, self.packed.token_map)
+            memory = engram_memory(self.config, index, packed.table, packed.scale, self.packed.token_map)
             rows = run.ops.look_up(spec, memory, state.tokens, run.length, run.tokens.shape[0])
             return run.ops.remember(
                 spec, source, run.ops.product(rows, packed.wkv), packed.weights["q_weight"],
@@ -132,16 +130,17 @@ class FusedBackbone:
             )  # fmt: skip
 
 
-def engram_memory(config: ModelConfig, layer: int, packed: PackedEngram, token_map: jax.Array) -> Memory:
+def engram_memory(
+    config: ModelConfig, layer: int, table: jax.Array, scale: jax.Array | None, token_map: jax.Array
+) -> Memory:
     """A layer's table with the constants of its hashes, which follow from the configuration."""
     factors = multipliers(config.engram, layer)
     primes = [prime for sizes in table_primes(config.engram)[layer] for prime in sizes]
-    table = packed.table
-    if packed.scale is not None:
+    if scale is not None:
         table = jax.lax.bitcast_convert_type(table, jnp.uint8)
     return Memory(
         table,
-        packed.scale,
+        scale,
         token_map,
         jnp.asarray([[factor & 0xFFFFFFFF, factor >> 32] for factor in factors], jnp.uint32),
         jnp.asarray(primes, jnp.int32),
@@ -241,7 +240,7 @@ class FusedDrafter:
     def greedy_chain(self, block: Block, anchor: jax.Array, count: jax.Array) -> Drafts:
         """The likeliest tokens, as `Drafter.greedy_chain`; rows behind `count` hold id 0."""
         packed, spec = self.packed, specs.chain_spec(self.config)
-        ops = self.bodies(self.config, self.numerics, ROWS, specs.attention_spec(self.config, self.numerics))
+        ops = self.bodies(self.config, self.numerics, ROWS)
         with jax.named_scope("markov_chain"):
             ids, logits = ops.chain(
                 spec, block.base_logits, anchor, packed.markov_embed, packed.markov_head, count

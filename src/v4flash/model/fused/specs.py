@@ -113,7 +113,7 @@ def engram_spec(config: ModelConfig, numerics: Numerics) -> EngramSpec:
     return EngramSpec(
         config.hidden_size, engram.max_ngram_size, engram.n_heads, engram.head_dim, engram.pad_token_id,
         config.weight_block_size if numerics.quantise else 0, config.hc_mult, config.rms_norm_eps,
-        jnp.dtype(numerics.dtype).name,
+        _name(numerics),
     )  # fmt: skip
 
 
