@@ -10,6 +10,7 @@ import triton.language as tl
 
 from pallas_kernels.device_barrier import is_last
 from pallas_kernels.device_numbers import round_activations, rounded
+from pallas_kernels.device_prefetch import prefetch
 from pallas_kernels.device_tiles import partial_sum
 from pallas_kernels.register_mma import bf16, fp8, lanes
 
@@ -63,6 +64,21 @@ def _fp8_program(
         False,
     )
     _store(sums, tile, split, out_ptr, TILES, WARPS)
+
+
+@triton.jit
+def prefetch_fp8(
+    program, words_ptr, BLOCKS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, WARPS: tl.constexpr
+):
+    """Asks for the words that `_fp8_program` of the same number reads."""
+    CHUNKS: tl.constexpr = (BLOCKS + 3) // 4
+    tile, split = program % TILES, program // TILES
+    words = words_ptr + tile.to(tl.int64) * (CHUNKS * 1024)
+    for turn in tl.static_range((CHUNKS + SPLITS * WARPS - 1) // (SPLITS * WARPS)):
+        first = (turn * SPLITS + split) * WARPS
+        chunks = tl.minimum(CHUNKS - first, WARPS)
+        if chunks > 0:
+            prefetch(words + first * 1024, chunks * 4096)
 
 
 @triton.jit
