@@ -66,15 +66,23 @@ _UNTIL_REACHED = tl.constexpr(_POLLS.replace("COMPARE", "setp.lt.s32 again, $0, 
 _UNTIL_FLIPPED = tl.constexpr(
     _POLLS.replace("COMPARE", "xor.b32 compared, $0, $3;\nsetp.ge.s32 again, compared, 0;")
 )
-# $0: who left before, $1: the line's second word, $2: the number of the last to leave. Only one thread counts.
+# $0: who left before, $1: the line's second word. Only one thread counts.
 _COUNT_OUT = tl.constexpr("""{
-.reg .pred one, last;
+.reg .pred one;
 .reg .b32 thread;
 mov.b32 $0, 0;
 mov.u32 thread, %tid.x;
 setp.eq.u32 one, thread, 0;
 @one atom.relaxed.gpu.global.add.u32 $0, [$1], 1;
-setp.eq.and.u32 last, $0, $2, one;
+}""")
+# $1: the line's second word, $2: who left before, $3: the number of the last to leave; $0 means nothing.
+_CLEAR = tl.constexpr("""{
+.reg .pred one, last;
+.reg .b32 thread;
+mov.b32 $0, 0;
+mov.u32 thread, %tid.x;
+setp.eq.u32 one, thread, 0;
+setp.eq.and.u32 last, $2, $3, one;
 @last st.relaxed.gpu.global.b32 [$1], 0;
 @last st.relaxed.gpu.global.b32 [$1+-4], 0;
 }""")
@@ -89,13 +97,21 @@ def arrive(counters, line: tl.constexpr):
 
 @triton.jit
 def wait(counters, line: tl.constexpr, arrivals: tl.constexpr):
-    """Holds this program until `arrivals` programs have arrived at the line."""
-    if not INTERPRETED:  # there, whoever is awaited has long finished
+    """Holds this program until `arrivals` programs have arrived at the line. Returns 0, known only behind the wait.
+
+    Added to a place, that zero keeps loads behind the wait which a compiler may move: those of pure assembly.
+    """
+    if INTERPRETED:  # whoever is awaited has long finished
+        return 0
+    else:
         tl.inline_asm_elementwise(
             _UNTIL_REACHED, "=r,l,r,r", [counters + line * LINE, MOST_POLLS, arrivals], dtype=tl.int32,
             is_pure=False, pack=1,
         )  # fmt: skip
-    tl.debug_barrier()
+        tl.debug_barrier()
+        return tl.inline_asm_elementwise(
+            "mov.b32 $0, 0;", "=r,r", [arrivals], dtype=tl.int32, is_pure=False, pack=1
+        )
 
 
 @triton.jit
@@ -103,16 +119,33 @@ def leave(counters, line: tl.constexpr, waiters: tl.constexpr):
     """Ends the use of a latch: each of the `waiters` programs calls it once, after its `wait`, at its very end.
 
     The last to leave sets the line back to zero. It comes last because its atomic takes a trip through memory
-    that nothing needs to wait for; nothing is handed over with it.
+    that nothing needs to wait for; nothing is handed over with it. Many waiters in several waves had better use its
+    two halves, `count_out` right behind the wait and `clear` at the end: their places are free one trip earlier.
     """
+    clear(counters, line, waiters, count_out(counters, line))
+
+
+@triton.jit
+def count_out(counters, line: tl.constexpr):
+    """Says that this program has waited; returns what `clear` needs to know."""
     word = counters + line * LINE + 1
     if INTERPRETED:
-        if tl.atomic_add(word, 1) == waiters - 1:
+        return tl.atomic_add(word, 1)
+    else:
+        return tl.inline_asm_elementwise(_COUNT_OUT, "=r,l", [word], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def clear(counters, line: tl.constexpr, waiters: tl.constexpr, before):
+    """Sets the line back to zero in the program that was the last of `waiters` to count itself out."""
+    word = counters + line * LINE + 1
+    if INTERPRETED:
+        if before == waiters - 1:
             tl.store(word - 1, 0)
             tl.store(word, 0)
     else:
         tl.inline_asm_elementwise(
-            _COUNT_OUT, "=r,l,r", [word, waiters - 1], dtype=tl.int32, is_pure=False, pack=1
+            _CLEAR, "=r,l,r,r", [word, before, waiters - 1], dtype=tl.int32, is_pure=False, pack=1
         )
 
 

@@ -210,14 +210,14 @@ def _parity_as_sign(x):
 
 
 @triton.jit
-def hadamard_signs(SIZE: tl.constexpr):
-    """The Sylvester Hadamard matrix [SIZE, SIZE] of +1 and -1 in bfloat16, SIZE from 8 to 256.
+def hadamard_signs(rows, SIZE: tl.constexpr):
+    """Rows `rows` [M] of the Sylvester Hadamard matrix [SIZE, SIZE] of +1 and -1 in bfloat16, SIZE from 8 to 256.
 
     Signs of the upper and lower bits of a column multiply; each is found for few columns only.
     """
-    row = tl.arange(0, SIZE)[:, None]
+    row = rows[:, None]
     upper = _parity_as_sign(row & (tl.arange(0, SIZE // 8)[None, :] * 8))
     lower = _parity_as_sign(row & tl.arange(0, 8)[None, :])
     one = tl.full((1, 1, 1), 0x3F80, tl.int16)
-    signs = tl.reshape((upper[:, :, None] ^ lower[:, None, :]) ^ one, (SIZE, SIZE))
+    signs = tl.reshape((upper[:, :, None] ^ lower[:, None, :]) ^ one, (rows.shape[0], SIZE))
     return signs.to(tl.bfloat16, bitcast=True)

@@ -47,7 +47,7 @@ def product(
     how many (4 or 8) share a tile, and `fenced` whether a warp's weight loads are kept together.
     """
     terms, settings = _fp8_launch(x, matrix, scale_block, groups, splits, warps)
-    outputs = [_partial(settings["SPLITS"], settings["TILES"])]
+    outputs = [partial(settings["SPLITS"], settings["TILES"])]
     return launch.call(kernels.fp8_product, terms, *matrix, outputs=outputs, FENCED=fenced, **settings)[0]
 
 
@@ -81,7 +81,7 @@ def finished_product(
         counters,
         outputs=[
             out,
-            _partial(settings["SPLITS"], settings["TILES"]),
+            partial(settings["SPLITS"], settings["TILES"]),
             jax.ShapeDtypeStruct(counters.shape, counters.dtype),
         ],
         aliases={3: 2},
@@ -102,15 +102,27 @@ def _fp8_launch(
     splits: int | None = None,
     warps: int | None = None,
 ) -> tuple[jax.Array, dict]:
-    """The rows in terms, and the grid, warps and constants that every launch over one FP8 matrix has."""
+    """The rows in terms, and what `fp8_settings` says of them."""
+    settings = fp8_settings(x, matrix, scale_block, groups, splits, warps)
+    return half_terms(x), settings | dict(GROUPS=groups)
+
+
+def fp8_settings(
+    x: jax.Array | jax.ShapeDtypeStruct,
+    matrix: PackedMatrix,
+    scale_block: int,
+    groups: int = 1,
+    splits: int | None = None,
+    warps: int | None = None,
+) -> dict:
+    """The grid, warps and constants that every launch over one FP8 matrix has; x is the rows or their shape."""
     columns = x.shape[1] // groups
     count, chunks = _require_packed(x, matrix, columns, groups)
     warps = warps or _warps(count, chunks)
     splits = splits or shares(count, chunks, warps)
-    terms = half_terms(x)
-    return terms, dict(
-        grid=(count * splits,), num_warps=warps, BLOCKS=columns // tiles.BLOCK, TILES=count, GROUPS=groups,
-        SPLITS=splits, SCALED=scale_block, BFLOAT=terms.dtype == jnp.bfloat16, TERMS=terms.shape[0], WARPS=warps,
+    return dict(
+        grid=(count * splits,), num_warps=warps, BLOCKS=columns // tiles.BLOCK, TILES=count, SPLITS=splits,
+        SCALED=scale_block, BFLOAT=x.dtype == jnp.bfloat16, TERMS=2 if x.dtype == jnp.float32 else 1, WARPS=warps,
     )  # fmt: skip
 
 
@@ -135,7 +147,7 @@ def exact_product(x: jax.Array, weight: jax.Array, *, splits: int | None = None)
         terms,
         weight,
         grid=(count * splits,),
-        outputs=[_partial(splits, count)],
+        outputs=[partial(splits, count)],
         num_warps=warps,
         COLUMNS=weight.shape[1],
         TILES=count,
@@ -175,7 +187,7 @@ def products(
         terms,
         weight,
         grid=(count * both[0] + plain * both[1],),
-        outputs=[_partial(both[0], count), _partial(both[1], plain)],
+        outputs=[partial(both[0], count), partial(both[1], plain)],
         num_warps=warps,
         BLOCKS=rounded.shape[1] // tiles.BLOCK,
         TILES=count,
@@ -190,7 +202,8 @@ def products(
     return made[0], made[1]
 
 
-def _partial(splits: int, count: int) -> jax.ShapeDtypeStruct:
+def partial(splits: int, count: int) -> jax.ShapeDtypeStruct:
+    """Partial sums of `count` tiles over `splits` shares of the columns."""
     return jax.ShapeDtypeStruct((splits, tiles.ROWS, count * tiles.TILE), jnp.float32)
 
 

@@ -8,7 +8,7 @@ A program is one tile of 32 weight rows and one of SPLITS shares of the columns;
 import triton
 import triton.language as tl
 
-from pallas_kernels.device_barrier import is_last
+from pallas_kernels.device_barrier import clear, count_out, is_last, wait
 from pallas_kernels.device_numbers import round_activations, rounded
 from pallas_kernels.device_prefetch import prefetch
 from pallas_kernels.device_tiles import partial_sum
@@ -68,17 +68,61 @@ def _fp8_program(
 
 @triton.jit
 def prefetch_fp8(
-    program, words_ptr, BLOCKS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, WARPS: tl.constexpr
-):
-    """Asks for the words that `_fp8_program` of the same number reads."""
+    program, words_ptr, BLOCKS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, WARPS: tl.constexpr,
+    FIRST: tl.constexpr = 0,
+):  # fmt: skip
+    """Asks for the words that `_fp8_program` of the same number reads, from its turn FIRST on."""
     CHUNKS: tl.constexpr = (BLOCKS + 3) // 4
     tile, split = program % TILES, program // TILES
     words = words_ptr + tile.to(tl.int64) * (CHUNKS * 1024)
-    for turn in tl.static_range((CHUNKS + SPLITS * WARPS - 1) // (SPLITS * WARPS)):
+    for turn in tl.static_range(FIRST, (CHUNKS + SPLITS * WARPS - 1) // (SPLITS * WARPS)):
         first = (turn * SPLITS + split) * WARPS
         chunks = tl.minimum(CHUNKS - first, WARPS)
         if chunks > 0:
             prefetch(words + first * 1024, chunks * 4096)
+
+
+@triton.jit
+def waiting_fp8_program(
+    program,
+    rows_ptr,
+    words_ptr,
+    scales_ptr,
+    out_ptr,
+    counters,
+    LINE: tl.constexpr,
+    ARRIVALS: tl.constexpr,
+    WAITERS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BFLOAT: tl.constexpr,
+    TERMS: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """`_fp8_program` of rows that ARRIVALS programs of smaller numbers write, which then arrive at LINE.
+
+    Meanwhile the weights of its first turn come into registers and those of further turns into the second-level cache.
+    WAITERS: how many programs wait at the line.
+    """
+    tile, split = program % TILES, program // TILES
+    CHUNKS: tl.constexpr = (BLOCKS + 3) // 4
+    words = words_ptr + tile.to(tl.int64) * (CHUNKS * 1024)
+    scales = scales_ptr + tile.to(tl.int64) * (CHUNKS * 2)
+    HELD: tl.constexpr = BLOCKS >= 4 * SPLITS * WARPS
+    held = None
+    if HELD:
+        held = fp8.held_turn(words, scales, split * WARPS, WARPS)
+    prefetch_fp8(program, words_ptr, BLOCKS, TILES, SPLITS, WARPS, 1 if HELD else 0)
+    rows = rows_ptr + wait(counters, LINE, ARRIVALS)
+    before = count_out(counters, LINE)
+    sums = fp8.tile_sums(
+        words, scales, rows, rows, split * WARPS, BLOCKS * 32,
+        BLOCKS, SPLITS, WARPS, SCALED, 0, BFLOAT, TERMS, False, False, held,
+    )  # fmt: skip
+    _store(sums, tile, split, out_ptr, TILES, WARPS)
+    clear(counters, LINE, WAITERS, before)
 
 
 @triton.jit

@@ -6,7 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.bench_case import EXACT, ROUNDED, ROUNDED_FP4, SUMS, OperationCase, normal, nudged
+from pallas_kernels import bench_case
+from pallas_kernels.bench_case import (
+    EXACT,
+    ROUNDED,
+    ROUNDED_FP4,
+    SUMS,
+    OperationCase,
+    normal,
+    nudged,
+    random_fp8,
+)
+from pallas_kernels.dense.specs import PRODUCTS, ProductSpec
 from pallas_kernels.key_rows import reference, specs
 from pallas_kernels.key_rows.reference import Caches, Compressor, LatentIndex, Rows
 from pallas_kernels.key_rows.specs import FP4_GROUPS, PoolSpec, RowSpec
@@ -35,6 +46,17 @@ class Kind:
         return f"{self.model} cache rows, ratio {self.pool.ratio}, {closing} of {self.pool.closing(ROWS)} entries"
 
     @property
+    def keyed_by_entries(self) -> bool:
+        """Whether index keys are made of entries."""
+        return self.pool is not None and self.pool.index_width > 0 and not self.pool.hadamard
+
+    @property
+    def product(self) -> ProductSpec:
+        """The query product of such a layer."""
+        indexed = " index" if self.pool is not None and self.pool.index_width or self.model == "demo" else ""
+        return PRODUCTS[f"{self.model} wq_b{indexed}"]
+
+    @property
     def closed(self) -> np.ndarray:
         """Numbers of the entries that the live rows complete."""
         last = (self.length + self.live) // self.pool.ratio
@@ -56,8 +78,16 @@ KINDS = (
 
 
 def cases() -> tuple[OperationCase, ...]:
-    """Every kind of layer, where entries close and where none does; and the rows of a drafter's block."""
-    return (*(_case(kind) for kind in KINDS), *(_block_case(kind) for kind in KINDS if kind.pool is None))
+    """Every kind of layer, where entries close and where none does; and the rows of a drafter's block.
+
+    Writes stand alone for a window, as drafters commit, and where index keys are made of entries.
+    """
+    joined = [kind for kind in KINDS if not kind.keyed_by_entries]
+    return (
+        *(_case(kind) for kind in KINDS if kind.pool is None or kind.keyed_by_entries),
+        *(_query_case(kind) for kind in joined),
+        *(_block_case(kind) for kind in joined if kind.pool is None),
+    )
 
 
 def _random_layer(kind: Kind):
@@ -112,9 +142,9 @@ def _written(kind: Kind, name: str, cache) -> np.ndarray:
     return (kind.length + np.arange(kind.live)) % cache.shape[0]
 
 
-def _outputs(kind: Kind, before: Caches, after: Caches, latent: jax.Array) -> dict[str, jax.Array]:
+def _outputs(kind: Kind, before: Caches, after: Caches) -> dict[str, jax.Array]:
     """What was written, and how many numbers changed beside it."""
-    made = {"latent": latent[: kind.live]}
+    made = {}
     for name, cache in vars(after).items():
         if cache is None:
             continue
@@ -142,17 +172,18 @@ def _case(kind: Kind) -> OperationCase:
     length, live = jnp.int32(kind.length), jnp.int32(kind.live)
 
     def fused(shared, _):
-        from pallas_kernels.key_rows import kernels as launches
+        from pallas_kernels.key_rows import fused as launches
 
         rows, before, compressor, index = shared
         after, latent = launches.write(rows, before, length, live, spec, pool, compressor, index)
         rows = dataclasses.replace(rows, weight=nudged(rows.weight, latent[0, 0]))
-        return _outputs(kind, before, after, latent), (rows, after, compressor, index)
+        made = _outputs(kind, before, after) | {"latent": latent[: kind.live]}
+        return made, (rows, after, compressor, index)
 
     def definition(shared, _):
         rows, before, compressor, index = shared
-        made = reference.write(rows, before, length, live, spec, pool, compressor, index)
-        return _outputs(kind, before, *made)
+        after, latent = reference.write(rows, before, length, live, spec, pool, compressor, index)
+        return _outputs(kind, before, after) | {"latent": latent[: kind.live]}
 
     return OperationCase(
         "key_rows", str(kind), ("cache_writes",), _bytes(kind), CALLS,
@@ -161,24 +192,82 @@ def _case(kind: Kind) -> OperationCase:
     )  # fmt: skip
 
 
-def _block_case(kind: Kind) -> OperationCase:
-    """Rows that enter no cache, of a layer without a pool."""
-    spec = kind.spec
+def _queries(kind: Kind, parts: jax.Array) -> dict[str, jax.Array]:
+    return {"queries": parts.sum(0)[: kind.live]}
 
-    def named(made: jax.Array, latent: jax.Array) -> dict[str, jax.Array]:
-        return {"window": made, "latent": latent}
 
-    def fused(rows, _):
-        from pallas_kernels.key_rows import kernels as launches
+def _query_operands(kind: Kind, calls: int):
+    from pallas_kernels import device_barrier
+    from pallas_kernels.key_rows import fused as launches
 
-        made, latent = launches.block_rows(rows, spec)
-        return named(made, latent), dataclasses.replace(rows, weight=nudged(rows.weight, latent[0, 0]))
+    product = kind.product
+    matrices = [random_fp8(seed, product.matrix(), product.block) for seed in range(calls)]
+    return (_random_layer(kind), device_barrier.counters(launches.COUNTER_LINES)), matrices
+
+
+def _query_settings(kind: Kind) -> dict:
+    """What both cases with a query product have in common."""
+    size = kind.product.matrix().bytes
+    return dict(
+        operation="key_rows", kernels=("cache_writes_and_queries",), bytes=size + _bytes(kind),
+        calls=bench_case.calls_for(size), operands=lambda calls: _query_operands(kind, calls),
+        tolerances=_tolerances(kind) | {"queries": ROUNDED if kind.spec.quantise else SUMS, "counters": EXACT},
+    )  # fmt: skip
+
+
+def _query_case(kind: Kind) -> OperationCase:
+    """Cache writes and the query product in one launch."""
+    spec, pool = kind.spec, kind.pool
+    length, live = jnp.int32(kind.length), jnp.int32(kind.live)
+
+    def named(before, after, queries, counters):
+        return _outputs(kind, before, after) | _queries(kind, queries) | {"counters": counters}
+
+    def fused(shared, matrix):
+        from pallas_kernels.key_rows import fused as launches
+
+        (rows, before, compressor, index), counters = shared
+        after, queries, counters = launches.write_and_query(
+            rows, before, length, live, spec, matrix, counters, pool, compressor, index,
+            scale_block=kind.product.block,
+        )  # fmt: skip
+        rows = dataclasses.replace(rows, weight=nudged(rows.weight, queries[0, 0, 0]))
+        return named(before, after, queries, counters), ((rows, after, compressor, index), counters)
+
+    def definition(shared, matrix):
+        (rows, before, compressor, index), counters = shared
+        made = reference.write_and_query(rows, before, length, live, spec, matrix, pool, compressor, index)
+        return named(before, *made, counters)
 
     return OperationCase(
-        "key_rows", f"{kind.model} rows of a drafter's block", ("cache_writes",), _bytes(kind), CALLS,
-        lambda calls: (_random_layer(kind)[0], [None] * calls), fused,
-        lambda rows, _: named(*reference.block_rows(rows, spec)), _tolerances(kind),
-        interpreted=kind.model == "demo",
+        name=f"{kind} and queries", fused=fused, reference=definition, **_query_settings(kind)
+    )
+
+
+def _block_case(kind: Kind) -> OperationCase:
+    """Rows that enter no cache, of a layer without a pool, and their queries."""
+    spec = kind.spec
+
+    def named(made, queries, counters):
+        return {"window": made} | _queries(kind, queries) | {"counters": counters}
+
+    def fused(shared, matrix):
+        from pallas_kernels.key_rows import fused as launches
+
+        (rows, *rest), counters = shared
+        made, queries, counters = launches.block_rows_and_query(
+            rows, spec, matrix, counters, scale_block=kind.product.block
+        )
+        rows = dataclasses.replace(rows, weight=nudged(rows.weight, queries[0, 0, 0]))
+        return named(made, queries, counters), ((rows, *rest), counters)
+
+    def definition(shared, matrix):
+        (rows, *_), counters = shared
+        return named(*reference.block_rows_and_query(rows, spec, matrix), counters)
+
+    return OperationCase(
+        name=f"{kind.model} rows and queries of a drafter's block", fused=fused, reference=definition,
+        **_query_settings(kind),
     )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """Device functions behind the cache writes: rows of products, pooling of items into entries, rows times matrices.
 
 Knows: where an entry's items lie, old ones in the ring and new ones in this pass' products. Does not know: what
-becomes of an entry, or how work is shared among programs.
+becomes of an entry, or how work is shared among programs. A tile of items may hold some columns of them only.
 """
 
 import triton
@@ -23,11 +23,11 @@ def product_row(pointer, row, dtype: tl.constexpr, P: tl.constexpr, R: tl.conste
 
 
 @triton.jit
-def item_places(first, entry, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
-                STEP: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """Positions [STEP, 1] of an entry's items from number `first` on, and their columns [STEP, N]."""
+def item_places(first, entry, columns, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr,
+                STEP: tl.constexpr):  # fmt: skip
+    """Positions [STEP, 1] of an entry's items from number `first` on, and where `columns` [N] of them lie [STEP, N]."""
     item = first + tl.arange(0, STEP)[:, None]
-    column = tl.arange(0, N)[None, :]
+    column = columns[None, :]
     if OVERLAP:
         return (entry - 1) * RATIO + item, tl.where(item < RATIO, 0, WIDTH) + column
     else:
@@ -35,56 +35,58 @@ def item_places(first, entry, RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH:
 
 
 @triton.jit
-def old_items(ring_ptr, first, entry, length, RATIO: tl.constexpr, OVERLAP: tl.constexpr, RING: tl.constexpr,
-              WIDTH: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr):  # fmt: skip
+def old_items(ring_ptr, first, entry, length, columns, RATIO: tl.constexpr, OVERLAP: tl.constexpr,
+              RING: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """Values and gates [STEP, N] of the items that earlier passes left in the ring, 0 for others."""
     C: tl.constexpr = 2 * WIDTH if OVERLAP else WIDTH
-    position, columns = item_places(first, entry, RATIO, OVERLAP, WIDTH, STEP, N)
-    kept = (position >= 0) & (position < length) & (tl.arange(0, N)[None, :] < WIDTH)
-    place = tl.maximum(position, 0) % RING * (2 * C) + columns
+    position, places = item_places(first, entry, columns, RATIO, OVERLAP, WIDTH, STEP)
+    kept = (position >= 0) & (position < length) & (columns < WIDTH)[None, :]
+    place = tl.maximum(position, 0) % RING * (2 * C) + places
     value = tl.load(ring_ptr + place, mask=kept, other=0.0)
     return value, tl.load(ring_ptr + place + C, mask=kept, other=0.0)
 
 
 @triton.jit
-def with_fresh_items(value, gate, value_ptr, gate_ptr, bias_ptr, first, entry, length, VALUE: tl.constexpr,
-                     GATE: tl.constexpr, BIASED: tl.constexpr, R: tl.constexpr, RATIO: tl.constexpr,
-                     OVERLAP: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr):  # fmt: skip
+def with_fresh_items(value, gate, value_ptr, gate_ptr, bias_ptr, first, entry, length, columns,
+                     VALUE: tl.constexpr, GATE: tl.constexpr, BIASED: tl.constexpr, R: tl.constexpr,
+                     RATIO: tl.constexpr, OVERLAP: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr):  # fmt: skip
     """`old_items` with those of this pass put in, from the products themselves."""
     C: tl.constexpr = 2 * WIDTH if OVERLAP else WIDTH
-    position, columns = item_places(first, entry, RATIO, OVERLAP, WIDTH, STEP, N)
-    fresh = (position >= length) & (tl.arange(0, N)[None, :] < WIDTH)
+    position, places = item_places(first, entry, columns, RATIO, OVERLAP, WIDTH, STEP)
+    fresh = (position >= length) & (columns < WIDTH)[None, :]
     row = position - length
-    value += partial_sum(value_ptr, row * VALUE[1] + VALUE[2] + columns, fresh, VALUE[0], R * VALUE[1])
-    gate += partial_sum(gate_ptr, row * GATE[1] + GATE[2] + columns, fresh, GATE[0], R * GATE[1])
+    value += partial_sum(value_ptr, row * VALUE[1] + VALUE[2] + places, fresh, VALUE[0], R * VALUE[1])
+    gate += partial_sum(gate_ptr, row * GATE[1] + GATE[2] + places, fresh, GATE[0], R * GATE[1])
     if BIASED:
-        gate += tl.load(bias_ptr + tl.maximum(position, 0) % RATIO * C + columns, mask=fresh, other=0.0)
+        gate += tl.load(bias_ptr + tl.maximum(position, 0) % RATIO * C + places, mask=fresh, other=0.0)
     return value, gate
 
 
 @triton.jit
-def pooled(value_ptr, gate_ptr, bias_ptr, ring_ptr, entry, length, VALUE: tl.constexpr, GATE: tl.constexpr,
-           BIASED: tl.constexpr, R: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr,
+def pooled(value_ptr, gate_ptr, bias_ptr, ring_ptr, entry, length, share, VALUE: tl.constexpr,
+           GATE: tl.constexpr, BIASED: tl.constexpr, R: tl.constexpr, RATIO: tl.constexpr, OVERLAP: tl.constexpr,
            RING: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr):  # fmt: skip
-    """The gate-weighted mean [1, N] of one entry's items, float32; `RATIO` items, with OVERLAP twice as many.
+    """The gate-weighted mean of one entry's items, float32; `RATIO` items, with OVERLAP twice as many.
 
-    Items stay in fixed groups of STEP whether they are old or new: bits must not tell how passes were cut.
+    Of its columns, [1, N] from share * N on; all of them where RATIO is 1. Items stay in fixed groups of STEP
+    whether they are old or new: bits must not tell how passes were cut.
     """
     if RATIO == 1:
         return product_row(value_ptr, entry - length, tl.float32, VALUE, R, WIDTH, N)
     else:
         ITEMS: tl.constexpr = RATIO * 2 if OVERLAP else RATIO
         STEP: tl.constexpr = ITEMS if ITEMS < POOL_ITEMS else POOL_ITEMS
-        value, gate = old_items(ring_ptr, 0, entry, length, RATIO, OVERLAP, RING, WIDTH, STEP, N)
+        columns = share * N + tl.arange(0, N)
+        value, gate = old_items(ring_ptr, 0, entry, length, columns, RATIO, OVERLAP, RING, WIDTH, STEP)
         if ITEMS == STEP:
-            value, gate = with_fresh_items(value, gate, value_ptr, gate_ptr, bias_ptr, 0, entry, length, VALUE,
-                                           GATE, BIASED, R, RATIO, OVERLAP, WIDTH, STEP, N)  # fmt: skip
+            value, gate = with_fresh_items(value, gate, value_ptr, gate_ptr, bias_ptr, 0, entry, length, columns,
+                                           VALUE, GATE, BIASED, R, RATIO, OVERLAP, WIDTH, STEP)  # fmt: skip
             if OVERLAP:
-                position, _ = item_places(0, entry, RATIO, OVERLAP, WIDTH, STEP, N)
+                position, _ = item_places(0, entry, columns, RATIO, OVERLAP, WIDTH, STEP)
                 gate = tl.where(position >= 0, gate, NO_GATE)
-            share = tl.exp(gate - tl.max(gate, axis=0, keep_dims=True))
-            weight = tl.sum(share, axis=0, keep_dims=True)
-            total = tl.sum(share * value, axis=0, keep_dims=True)
+            share_of = tl.exp(gate - tl.max(gate, axis=0, keep_dims=True))
+            weight = tl.sum(share_of, axis=0, keep_dims=True)
+            total = tl.sum(share_of * value, axis=0, keep_dims=True)
         else:
             tl.static_assert(not OVERLAP)
             peak = tl.full((1, N), NO_GATE, tl.float32)
@@ -93,17 +95,18 @@ def pooled(value_ptr, gate_ptr, bias_ptr, ring_ptr, entry, length, VALUE: tl.con
             for first in range(0, ITEMS, STEP):
                 if entry * RATIO + first + STEP > length:
                     value, gate = with_fresh_items(value, gate, value_ptr, gate_ptr, bias_ptr, first, entry, length,
-                                                   VALUE, GATE, BIASED, R, RATIO, OVERLAP, WIDTH, STEP, N)  # fmt: skip
+                                                   columns, VALUE, GATE, BIASED, R, RATIO, OVERLAP, WIDTH,
+                                                   STEP)  # fmt: skip
                 # One group ahead; behind the last one the first is loaded again.
                 following = tl.where(first + STEP < ITEMS, first + STEP, 0)
                 next_value, next_gate = old_items(
-                    ring_ptr, following, entry, length, RATIO, OVERLAP, RING, WIDTH, STEP, N
+                    ring_ptr, following, entry, length, columns, RATIO, OVERLAP, RING, WIDTH, STEP
                 )
                 raised = tl.maximum(peak, tl.max(gate, axis=0, keep_dims=True))
                 shrink = tl.exp(peak - raised)
-                share = tl.exp(gate - raised)
-                weight = weight * shrink + tl.sum(share, axis=0, keep_dims=True)
-                total = total * shrink + tl.sum(share * value, axis=0, keep_dims=True)
+                share_of = tl.exp(gate - raised)
+                weight = weight * shrink + tl.sum(share_of, axis=0, keep_dims=True)
+                total = total * shrink + tl.sum(share_of * value, axis=0, keep_dims=True)
                 peak, value, gate = raised, next_value, next_gate
         return tl.div_rn(total, weight)
 
@@ -142,5 +145,14 @@ def matrix_times_row(matrix_ptr, x, M: tl.constexpr, WIDTH: tl.constexpr, N: tl.
 
 @triton.jit
 def hadamard_times_row(x, N: tl.constexpr):
-    """[1, N] = x [1, N] times the Hadamard matrix of signs."""
-    return tl.reshape(tl.sum(hadamard_signs(N).to(tl.float32) * x, axis=1), (1, N))
+    """[1, N] = x [1, N] times the Hadamard matrix of signs, whose rows are made a quarter at a time."""
+    even = tl.join(hadamard_rows(x, 0, 4, N), hadamard_rows(x, 2, 4, N))
+    odd = tl.join(hadamard_rows(x, 1, 4, N), hadamard_rows(x, 3, 4, N))
+    return tl.reshape(tl.join(even, odd), (1, N))
+
+
+@triton.jit
+def hadamard_rows(x, FIRST: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr):
+    """[N / STEP] = rows FIRST, FIRST + STEP, ... of the Hadamard matrix of signs times row x [1, N]."""
+    row = FIRST + STEP * tl.arange(0, N // STEP)
+    return tl.sum(hadamard_signs(row, N).to(tl.float32) * x, axis=1)

@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
+from pallas_kernels.dense import reference as dense
 from pallas_kernels.key_rows.specs import ENTRY_GROUP, FP4_GROUPS, INDEX_BLOCK, PoolSpec, RowSpec
 from pallas_kernels.rows import Columns, rms_norm, turn
+from pallas_kernels.tiles import PackedMatrix
 
 
 @jax.tree_util.register_dataclass
@@ -100,6 +102,12 @@ def query_latent(rows: Rows, spec: RowSpec) -> jax.Array:
 def block_rows(rows: Rows, spec: RowSpec) -> tuple[jax.Array, jax.Array | None]:
     """Key-value rows [R, d] of a drafter's block, which enter no ring, and the query latent if it is asked for."""
     return window_rows(rows, spec), None if rows.latent is None else query_latent(rows, spec)
+
+
+def block_rows_and_query(rows: Rows, spec: RowSpec, matrix: PackedMatrix) -> tuple[jax.Array, jax.Array]:
+    """`block_rows`, and in place of the query latent its product with a packed matrix [N, L]: float32 [1, R, N]."""
+    made, latent = block_rows(rows, spec)
+    return made, dense.product(latent, matrix)
 
 
 def write_ring(ring: jax.Array, rows: jax.Array, length: jax.Array, count: jax.Array) -> jax.Array:
@@ -191,3 +199,19 @@ def write(
         key = round_index(turn(key, index.table), pool, spec)
         made["index_keys"] = write_entries(caches.index_keys, key, length, count, pool.ratio)
     return dataclasses.replace(caches, **made), latent
+
+
+def write_and_query(
+    rows: Rows,
+    caches: Caches,
+    length: jax.Array,
+    count: jax.Array,
+    spec: RowSpec,
+    matrix: PackedMatrix,
+    pool: PoolSpec | None = None,
+    compressor: Compressor | None = None,
+    index: Compressor | LatentIndex | None = None,
+) -> tuple[Caches, jax.Array]:
+    """`write`, and in place of the query latent its product with a packed matrix [N, L]: float32 [1, R, N]."""
+    caches, latent = write(rows, caches, length, count, spec, pool, compressor, index)
+    return caches, dense.product(latent, matrix)

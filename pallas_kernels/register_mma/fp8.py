@@ -108,6 +108,18 @@ def _add(
 
 
 @triton.jit
+def held_turn(words_ptr, scales_ptr, first, WARPS: tl.constexpr):
+    """Weights and scales of the chunks first + warp, all there must be, for `tile_sums` when its rows are there.
+
+    Their loads stay in front of a wait that follows, and together.
+    """
+    warp, g, q = lanes.position(WARPS)
+    words = words_ptr + (first + warp) * 1024 + (4 * g + q) * 4
+    scales = scales_ptr + (first + warp) * 2
+    return _load(words, scales, 0, 0, 4, False, True), _load(words, scales, 0, 1, 4, False, True)
+
+
+@triton.jit
 def tile_sums(
     words_ptr,
     scales_ptr,
@@ -124,6 +136,7 @@ def tile_sums(
     TERMS: tl.constexpr,
     FENCED: tl.constexpr,
     LOOP: tl.constexpr,
+    held=None,
 ):
     """The sums of each lane over the chunks first + warp, and every SPLITS * WARPS chunks further.
 
@@ -138,6 +151,7 @@ def tile_sums(
       BFLOAT: activations are bf16 and become fp16 when loaded.
       FENCED: keep weight loads together, see `lanes.load_weights`.
       LOOP: loop over turns; otherwise they are unrolled, each loading the next one's weights before it multiplies.
+      held: the first turn's weights if `held_turn` has loaded them; without LOOP.
     """
     warp, g, q = lanes.position(WARPS)
     words = words_ptr + (first + warp) * 1024 + (4 * g + q) * 4
@@ -159,11 +173,15 @@ def tile_sums(
                 WARPS, SCALED, TOGETHER, BFLOAT, TERMS, TERM_STRIDE, False,
             )  # fmt: skip
     else:
-        if TURNS:
+        if held is not None:
+            loaded = held[0]
+        elif TURNS:
             loaded = _load(words, scales, 0, 0, 4, False, FENCED)
         for half in tl.static_range(2 * TURNS):
             now = loaded
-            if half + 1 < 2 * TURNS:
+            if held is not None and half == 0:
+                loaded = held[1]
+            elif half + 1 < 2 * TURNS:
                 loaded = _load(words, scales, (half + 1) // 2 * STEP, (half + 1) % 2, 4, False, FENCED)
             sums = _add(
                 sums, now, rows, peaks, q, half // 2 * STEP, half % 2, 4,

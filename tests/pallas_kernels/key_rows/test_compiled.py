@@ -5,7 +5,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.key_rows import kernels, specs
+from pallas_kernels.dense.specs import PRODUCTS
+from pallas_kernels.device_barrier import LINE_WORDS
+from pallas_kernels.key_rows import fused, specs
 from pallas_kernels.key_rows.reference import Caches, Compressor, LatentIndex, Rows
 from pallas_kernels.rows import Columns
 
@@ -18,7 +20,12 @@ CASES = {
     "ratio 1": (specs.V41_FLASH, specs.V41_RATIO_1, 1280),
     "demo ratio 2": (specs.DEMO, specs.DEMO_RATIO_2, 128),
 }
-QUICK = ("ratio 4", "ratio 2")  # compiled every time; the others with the slow tests
+QUERIES = {
+    "window": "v4-flash wq_b", "ratio 4": "v4-flash wq_b index", "ratio 128": "v4-flash wq_b",
+    "ratio 2": "v4.1-flash wq_b index", "ratio 1": "v4.1-flash wq_b index", "demo ratio 2": "demo wq_b index",
+}  # fmt: skip
+KEYED_BY_ENTRIES = ("ratio 2", "ratio 1", "demo ratio 2")  # two launches
+REGISTERS = 80  # of eight warps, so that three programs fit on a processor of 65536 registers
 
 
 def shape(dtype, *sizes):
@@ -67,15 +74,41 @@ def operands(spec, pool, latent):
     return rows, Caches(**caches), shape(jnp.int32), shape(jnp.int32), compressor, index
 
 
+def _quick(quick):
+    return [*quick, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in quick)]
+
+
 @pytest.mark.parametrize("capability", compile_for_gpu.CAPABILITIES)
-@pytest.mark.parametrize(
-    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in QUICK)]
-)
+@pytest.mark.parametrize("name", _quick(["ratio 2"]))
 def test_no_spills_at_real_shapes(name, capability):
     spec, pool, latent = CASES[name]
 
     def write(rows, caches, length, count, compressor, index):
-        return kernels.write(rows, caches, length, count, spec, pool, compressor, index)
+        return fused.write(rows, caches, length, count, spec, pool, compressor, index)
 
     (kernel,) = compile_for_gpu.kernels(write, *operands(spec, pool, latent), capability=capability)
     assert kernel.spilled_bytes == 0
+
+
+@pytest.mark.parametrize("capability", compile_for_gpu.CAPABILITIES)
+@pytest.mark.parametrize("name", _quick(["ratio 4", "ratio 128"]))
+def test_writes_leave_the_query_product_its_registers(name, capability):
+    spec, pool, latent = CASES[name]
+    product = PRODUCTS[QUERIES[name]]
+
+    def write(rows, caches, length, count, compressor, index, matrix, counters):
+        return fused.write_and_query(
+            rows, caches, length, count, spec, matrix, counters, pool, compressor, index,
+            scale_block=product.block,
+        )  # fmt: skip
+
+    counters = shape(jnp.int32, fused.COUNTER_LINES * LINE_WORDS)
+    kernels = compile_for_gpu.kernels(
+        write, *operands(spec, pool, latent), product.matrix(), counters, capability=capability
+    )
+    names = [kernel.name for kernel in kernels]
+    joined = ["cache_writes_and_queries"]
+    assert names == (["cache_writes", "fp8_product"] if name in KEYED_BY_ENTRIES else joined)
+    for kernel in kernels:
+        assert kernel.spilled_bytes == 0
+        assert kernel.name not in joined or kernel.registers <= REGISTERS

@@ -83,23 +83,30 @@ class ReferenceBodies:
             x, matrix, round_block=self.round_block, dtype=self.dtype, groups=groups
         )
 
-    def write(
+    def write(self, rows: Rows, caches: Caches, length: jax.Array, count: jax.Array, spec: RowSpec) -> Caches:
+        """Key-value rows into a window."""
+        return key_rows.write(rows, caches, length, count, spec)[0]
+
+    def write_and_query(
         self,
         rows: Rows,
         caches: Caches,
         length: jax.Array,
         count: jax.Array,
         spec: RowSpec,
+        matrix: PackedMatrix,
         pool: PoolSpec | None = None,
         compressor: Compressor | None = None,
         index: Compressor | LatentIndex | None = None,
-    ) -> tuple[Caches, jax.Array | None]:
-        """The cache writes of one layer, and the query latent as products read it."""
-        return key_rows.write(rows, caches, length, count, spec, pool, compressor, index)
+    ) -> tuple[Caches, jax.Array]:
+        """The cache writes of one layer, and the unsummed product of its query latent: float32 [S, R, N]."""
+        return key_rows.write_and_query(rows, caches, length, count, spec, matrix, pool, compressor, index)
 
-    def block_rows(self, rows: Rows, spec: RowSpec) -> tuple[jax.Array, jax.Array]:
-        """Key-value rows [R, d] of a drafter's block, and its query latent."""
-        return key_rows.window_rows(rows, spec), key_rows.query_latent(rows, spec)
+    def block_rows_and_query(
+        self, rows: Rows, spec: RowSpec, matrix: PackedMatrix
+    ) -> tuple[jax.Array, jax.Array]:
+        """Key-value rows [R, d] of a drafter's block, and the unsummed product of its query latent."""
+        return key_rows.block_rows_and_query(rows, spec, matrix)
 
     def choose(
         self,
@@ -178,19 +185,20 @@ class FusedBodies(ReferenceBodies):
         from pallas_kernels.head import fused as head_launches
         from pallas_kernels.hyper_connections import fused as boundary_launches
         from pallas_kernels.index_selection import kernels as index_kernels
-        from pallas_kernels.key_rows import kernels as row_kernels
+        from pallas_kernels.key_rows import fused as row_launches
         from pallas_kernels.markov_chain import fused as chain_launches
         from pallas_kernels.router import fused as router_launches
 
         super().__init__(config, numerics, rows)
         self._attention, self._dense, self._experts = attention_kernels, dense_launches, expert_launches
         self._head, self._boundaries, self._index = head_launches, boundary_launches, index_kernels
-        self._rows, self._router, self._chain = row_kernels, router_launches, chain_launches
+        self._rows, self._router, self._chain = row_launches, router_launches, chain_launches
         self._engram = engram_launches
         lines = (
             attention_kernels.counter_lines(rows, specs.attention_spec(config, numerics)),
             boundary_launches.COUNTER_LINES,
             router_launches.COUNTER_LINES,
+            row_launches.COUNTER_LINES,
             chain_launches.COUNTER_LINES,
         )
         words = dense_launches.ticket_words(config.o_groups * config.o_lora_rank, self.round_block)
@@ -224,11 +232,23 @@ class FusedBodies(ReferenceBodies):
         )  # fmt: skip
         return made
 
-    def write(self, rows, caches, length, count, spec, pool=None, compressor=None, index=None):
-        return self._rows.write(rows, caches, length, count, spec, pool, compressor, index)
+    def write(self, rows, caches, length, count, spec):
+        return self._rows.write(rows, caches, length, count, spec)[0]
 
-    def block_rows(self, rows, spec):
-        return self._rows.block_rows(rows, spec)
+    def write_and_query(
+        self, rows, caches, length, count, spec, matrix, pool=None, compressor=None, index=None
+    ):
+        caches, queries, self.counters = self._rows.write_and_query(
+            rows, caches, length, count, spec, matrix, self.counters, pool, compressor, index,
+            scale_block=self.block,
+        )  # fmt: skip
+        return caches, queries
+
+    def block_rows_and_query(self, rows, spec, matrix):
+        made, queries, self.counters = self._rows.block_rows_and_query(
+            rows, spec, matrix, self.counters, scale_block=self.block
+        )
+        return made, queries
 
     def choose(self, q, weights, table, keys, length, count, spec, candidates):
         return self._index.choose(q, weights, table, keys, length, count, spec, candidates)

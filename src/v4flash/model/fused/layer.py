@@ -3,7 +3,7 @@
 Knows: how the operations of a layer follow each other and which columns of a joined product are whose. Does not know:
 which body an operation has, or how layers follow each other.
 
-    boundary -> products -> cache writes -> queries -> [index] -> attention -> wo_a -> wo_b
+    boundary -> products -> cache writes and queries -> [index] -> attention -> wo_a -> wo_b
     boundary and router -> experts' gate and up -> down -> (the next boundary sums)
 
 Products hand on float32 partial sums; the reader adds them and rounds to the model's type.
@@ -131,11 +131,11 @@ def attend(
         state.windows[index],
         *(getattr(state, name).get(index) for name in ("pending", "entries", "index_pending", "index_keys")),
     )
-    caches, latent = ops.write(
-        rows, caches, length, count, specs.row_spec(config, numerics), *_pooling(run, layer, pack, columns)
-    )
+    caches, q = ops.write_and_query(
+        rows, caches, length, count, specs.row_spec(config, numerics), pack.matrix("queries"),
+        *_pooling(run, layer, pack, columns),
+    )  # fmt: skip
     state = _written(state, index, caches)
-    q = ops.product(latent, pack.matrix("queries"))
     width = config.num_attention_heads * config.head_dim
     if layer.owns_indexer:
         keys = state.index_keys[layer.kv_source]
@@ -177,8 +177,7 @@ def attend_block(run: Pass, pack: PackedLayer, made: Boundary, ring: jax.Array) 
     rows = Rows(
         Columns(low, rank, config.head_dim), floats["kv_norm"], turns, Columns(low, 0, rank), floats["q_norm"]
     )
-    keys, latent = ops.block_rows(rows, specs.row_spec(config, run.numerics))
-    q = ops.product(latent, pack.matrix("queries"))
+    keys, q = ops.block_rows_and_query(rows, specs.row_spec(config, run.numerics), pack.matrix("queries"))
     heads = ops.attend(
         Columns(q, 0, config.num_attention_heads * config.head_dim),
         turns,

@@ -171,7 +171,7 @@ class FusedDrafter:
             kv = Columns(run.ops.product(main, layers.key_matrix(pack, config)), 0, config.head_dim)
             rows = Rows(kv, pack.floats["kv_norm"], run.turns.plain)
             spec = specs.row_spec(config, self.numerics)
-            rings.append(run.ops.write(rows, Caches(ring), start, count, spec)[0].window)
+            rings.append(run.ops.write(rows, Caches(ring), start, count, spec).window)
         return state.replace(draft_windows=tuple(rings))
 
     def block(
