@@ -27,3 +27,23 @@ def prefetch(pointer, size):
     """Asks for `size` bytes (int32, a positive multiple of 16) from `pointer` on; no work in the interpreter."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(_ASK, "=r,l,r", [pointer, size], dtype=tl.int32, is_pure=False, pack=1)
+
+
+# As above, by the first thread of each warp.
+_ASK_BY_WARPS = tl.constexpr("""{
+.reg .pred one;
+.reg .b32 lane;
+mov.b32 $0, 0;
+mov.u32 lane, %laneid;
+setp.eq.u32 one, lane, 0;
+@one cp.async.bulk.prefetch.L2.global [$1], $2;
+}""")
+
+
+@triton.jit
+def prefetch_by_warps(pointers, size):
+    """`prefetch` for each warp of its own: of `pointers`, one for each thread, that of its first thread counts."""
+    if not INTERPRETED:
+        tl.inline_asm_elementwise(
+            _ASK_BY_WARPS, "=r,l,r", [pointers, size], dtype=tl.int32, is_pure=False, pack=1
+        )

@@ -198,26 +198,3 @@ def fp4_entry_round_trip(x, GROUP: tl.constexpr, M: tl.constexpr, N: tl.constexp
     quotient = tl.div_rn(blocks, tl.broadcast_to(scale, blocks.shape))
     quotient = tl.minimum(tl.maximum(quotient, -E2M1_MAX), E2M1_MAX)
     return tl.reshape(round_e2m1(quotient) * scale, (M, N))
-
-
-@triton.jit
-def _parity_as_sign(x):
-    """The sign bit of a bfloat16, int16, set where x below 256 has an odd number of ones."""
-    x = x ^ (x >> 4)
-    x = x ^ (x >> 2)
-    x = x ^ (x >> 1)
-    return (x << 15).to(tl.int16)
-
-
-@triton.jit
-def hadamard_signs(rows, SIZE: tl.constexpr):
-    """Rows `rows` [M] of the Sylvester Hadamard matrix [SIZE, SIZE] of +1 and -1 in bfloat16, SIZE from 8 to 256.
-
-    Signs of the upper and lower bits of a column multiply; each is found for few columns only.
-    """
-    row = rows[:, None]
-    upper = _parity_as_sign(row & (tl.arange(0, SIZE // 8)[None, :] * 8))
-    lower = _parity_as_sign(row & tl.arange(0, 8)[None, :])
-    one = tl.full((1, 1, 1), 0x3F80, tl.int16)
-    signs = tl.reshape((upper[:, :, None] ^ lower[:, None, :]) ^ one, (rows.shape[0], SIZE))
-    return signs.to(tl.bfloat16, bitcast=True)

@@ -99,26 +99,28 @@ def waiting_fp8_program(
     SCALED: tl.constexpr,
     BFLOAT: tl.constexpr,
     TERMS: tl.constexpr,
+    HELD: tl.constexpr,
     WARPS: tl.constexpr,
 ):
     """`_fp8_program` of rows that ARRIVALS programs of smaller numbers write, which then arrive at LINE.
 
-    Meanwhile the weights of its first turn come into registers and those of further turns into the second-level cache.
-    WAITERS: how many programs wait at the line.
+    Meanwhile HELD halves (0, 1 or 2) of the weights of its first turn, if that is a whole one, come into registers, the
+    rest into the second-level cache. WAITERS: how many programs wait at the line.
     """
     tile, split = program % TILES, program // TILES
     CHUNKS: tl.constexpr = (BLOCKS + 3) // 4
     words = words_ptr + tile.to(tl.int64) * (CHUNKS * 1024)
     scales = scales_ptr + tile.to(tl.int64) * (CHUNKS * 2)
-    HELD: tl.constexpr = BLOCKS >= 4 * SPLITS * WARPS
+    HALVES: tl.constexpr = HELD if BLOCKS >= 4 * SPLITS * WARPS else 0
     held = None
-    if HELD:
-        held = fp8.held_turn(words, scales, split * WARPS, WARPS)
-    prefetch_fp8(program, words_ptr, BLOCKS, TILES, SPLITS, WARPS, 1 if HELD else 0)
-    rows = rows_ptr + wait(counters, LINE, ARRIVALS)
+    if HALVES:
+        held = fp8.held_turn(words, scales, split * WARPS, HALVES, WARPS)
+    prefetch_fp8(program, words_ptr, BLOCKS, TILES, SPLITS, WARPS, 1 if HALVES else 0)
+    behind = wait(counters, LINE, ARRIVALS)
     before = count_out(counters, LINE)
+    rows = rows_ptr + behind
     sums = fp8.tile_sums(
-        words, scales, rows, rows, split * WARPS, BLOCKS * 32,
+        words + behind, scales, rows, rows, split * WARPS, BLOCKS * 32,
         BLOCKS, SPLITS, WARPS, SCALED, 0, BFLOAT, TERMS, False, False, held,
     )  # fmt: skip
     _store(sums, tile, split, out_ptr, TILES, WARPS)

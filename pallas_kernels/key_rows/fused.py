@@ -18,7 +18,8 @@ from pallas_kernels.rows import Columns
 from pallas_kernels.tiles import PackedMatrix
 
 WARPS, LATENT_WARPS = 4, 8  # the latter where a program makes index keys of latents, or pools long groups
-SHARE = 64  # columns that a program pools where others pool the rest
+SHARE = 32  # columns that a program pools where others pool the rest
+HELD = 2  # halves of the query product's first turn that its programs hold in registers while they wait
 COUNTER_LINES = 2
 
 
@@ -248,6 +249,7 @@ def _write_and_query(
         **product,
         SHARES=shares,
         INDEX_SHARES=index_shares,
+        HELD=HELD,
         WRITES=writes,
     )
     return _kept(caches, written), queries, counters

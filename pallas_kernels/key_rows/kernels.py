@@ -324,7 +324,7 @@ def cache_writes_and_queries(
     INDEX_ROPE: tl.constexpr, HADAMARD: tl.constexpr,
     SHARES: tl.constexpr, INDEX_SHARES: tl.constexpr, WRITES: tl.constexpr, BLOCKS: tl.constexpr,
     TILES: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr, BFLOAT: tl.constexpr, TERMS: tl.constexpr,
-    WARPS: tl.constexpr,
+    HELD: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """WRITES programs of cache writes and, behind them, TILES * SPLITS that multiply the query latents."""
     program = tl.program_id(0)
@@ -343,5 +343,5 @@ def cache_writes_and_queries(
     else:
         waiting_fp8_program(
             program - WRITES, latent_out_ptr, words_ptr, scales_ptr, queries_ptr, counters, LATCH, R,
-            TILES * SPLITS, BLOCKS, TILES, SPLITS, SCALED, BFLOAT, TERMS, WARPS,
+            TILES * SPLITS, BLOCKS, TILES, SPLITS, SCALED, BFLOAT, TERMS, HELD, WARPS,
         )  # fmt: skip

@@ -7,7 +7,7 @@ becomes of an entry, or how work is shared among programs. A tile of items may h
 import triton
 import triton.language as tl
 
-from pallas_kernels.device_tiles import chunked, hadamard_signs, partial_sum, rounded
+from pallas_kernels.device_tiles import chunked, partial_sum, rounded
 
 POOL_ITEMS = tl.constexpr(16)  # loaded at a time
 NO_GATE = tl.constexpr(-3e38)
@@ -143,16 +143,20 @@ def matrix_times_row(matrix_ptr, x, M: tl.constexpr, WIDTH: tl.constexpr, N: tl.
     return tl.reshape(tl.join(even, odd), (1, M))
 
 
+@triton.constexpr_function
+def bits(number):
+    """The exponent of a power of two."""
+    return number.bit_length() - 1
+
+
 @triton.jit
 def hadamard_times_row(x, N: tl.constexpr):
-    """[1, N] = x [1, N] times the Hadamard matrix of signs, whose rows are made a quarter at a time."""
-    even = tl.join(hadamard_rows(x, 0, 4, N), hadamard_rows(x, 2, 4, N))
-    odd = tl.join(hadamard_rows(x, 1, 4, N), hadamard_rows(x, 3, 4, N))
-    return tl.reshape(tl.join(even, odd), (1, N))
+    """[1, N] = x [1, N] times the Sylvester Hadamard matrix.
 
-
-@triton.jit
-def hadamard_rows(x, FIRST: tl.constexpr, STEP: tl.constexpr, N: tl.constexpr):
-    """[N / STEP] = rows FIRST, FIRST + STEP, ... of the Hadamard matrix of signs times row x [1, N]."""
-    row = FIRST + STEP * tl.arange(0, N // STEP)
-    return tl.sum(hadamard_signs(row, N).to(tl.float32) * x, axis=1)
+    A step puts the sums of neighbours into the first half and their differences into the second. That moves every bit
+    of a column's number by one place; after as many steps as bits each was dealt with once and is back in its place.
+    """
+    for _ in tl.static_range(bits(N)):
+        even, odd = tl.split(tl.reshape(x, (N // 2, 2)))
+        x = tl.reshape(tl.trans(tl.join(even + odd, even - odd)), (1, N))
+    return x

@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from pallas_kernels.device_prefetch import prefetch_by_warps
 from pallas_kernels.register_mma import lanes, text
 
 _STEP, _OPERANDS = tl.constexpr(text.fp8_step()), lanes.signature("4f", "8r", "4f")
@@ -108,15 +109,21 @@ def _add(
 
 
 @triton.jit
-def held_turn(words_ptr, scales_ptr, first, WARPS: tl.constexpr):
+def held_turn(words_ptr, scales_ptr, first, HALVES: tl.constexpr, WARPS: tl.constexpr):
     """Weights and scales of the chunks first + warp, all there must be, for `tile_sums` when its rows are there.
 
-    Their loads stay in front of a wait that follows, and together.
+    Their loads stay in front of a wait that follows, and together. With HALVES 1 a second half is not loaded (half the
+    registers), but asked for in the second-level cache.
     """
     warp, g, q = lanes.position(WARPS)
     words = words_ptr + (first + warp) * 1024 + (4 * g + q) * 4
     scales = scales_ptr + (first + warp) * 2
-    return _load(words, scales, 0, 0, 4, False, True), _load(words, scales, 0, 1, 4, False, True)
+    near = _load(words, scales, 0, 0, 4, False, True)
+    if HALVES == 2:
+        return near, _load(words, scales, 0, 1, 4, False, True)
+    else:
+        prefetch_by_warps(words + 512, 2048)
+        return (near,)
 
 
 @triton.jit
@@ -151,7 +158,7 @@ def tile_sums(
       BFLOAT: activations are bf16 and become fp16 when loaded.
       FENCED: keep weight loads together, see `lanes.load_weights`.
       LOOP: loop over turns; otherwise they are unrolled, each loading the next one's weights before it multiplies.
-      held: the first turn's weights if `held_turn` has loaded them; without LOOP.
+      held: what `held_turn` has loaded of the first turn, if it was called; without LOOP.
     """
     warp, g, q = lanes.position(WARPS)
     words = words_ptr + (first + warp) * 1024 + (4 * g + q) * 4
@@ -179,8 +186,8 @@ def tile_sums(
             loaded = _load(words, scales, 0, 0, 4, False, FENCED)
         for half in tl.static_range(2 * TURNS):
             now = loaded
-            if held is not None and half == 0:
-                loaded = held[1]
+            if held is not None and half + 1 < len(held):
+                loaded = held[half + 1]
             elif half + 1 < 2 * TURNS:
                 loaded = _load(words, scales, (half + 1) // 2 * STEP, (half + 1) % 2, 4, False, FENCED)
             sums = _add(
