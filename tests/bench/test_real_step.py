@@ -60,6 +60,16 @@ def test_popularity_makes_rows_choose_as_many_experts_as_modelled():
     assert counted == pytest.approx(correlated_experts(64, config.num_experts_per_tok, 6), rel=0.1)
 
 
+def test_no_router_chooses_an_expert_that_is_not_there(config):
+    """Neither the target's nor the drafter's, which may have fewer experts."""
+    resident, fewer = 3, config.n_routed_experts // 2
+    experts = random_weights.popular_experts(config, resident, 6)
+    for count in (config.n_routed_experts, fewer):
+        leaf = jax.ShapeDtypeStruct((count,), jnp.float32)
+        bias = random_weights._values(("gate", "bias"), leaf, config, experts, 1)
+        assert bool(jnp.all(bias[resident:] < -1e20)) and bool(jnp.all(jnp.abs(bias[:resident]) < 1e3))
+
+
 @pytest.mark.slow  # the command runs such weights every time, in their published layout
 def test_packed_weights_run_finite(config):
     abstract, _ = deviceless.abstract_weights(config, REAL_NUMERICS, "fused")

@@ -22,7 +22,9 @@ from v4flash.training.optimise import TrainingState, constants, counted, load_sp
 from v4flash.training.stored_weights import Skeleton, Weights
 from v4flash.training.target import run_target
 
-LABEL_WEIGHT, LAW_WEIGHT, CONFIDENCE_WEIGHT = 0.1, 0.9, 1.0
+LABEL_WEIGHT, LAW_WEIGHT = 0.1, 0.9
+# Several times that of the law: the head behind the last hidden vector is linear, so the vector must be asked for it.
+CONFIDENCE_WEIGHT = 8.0
 ROW_DECAY = 4.0  # row j counts exp(-j / ROW_DECAY)
 TEMPERATURES = (0.3, 0.6, 1.0)
 WEIGHT_DECAY = 0.01

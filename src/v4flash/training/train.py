@@ -36,7 +36,7 @@ from v4flash.training.schedule import Budget, Phase, phase_at, rate_share, targe
 from v4flash.training.stored_weights import Skeleton, of_room, with_open_selection
 
 PROMPT_LENGTH = 32
-SAMPLE_TEMPERATURES = (1.0, 0.6, 0.3)
+SAMPLE_TEMPERATURES = (1.0, 0.6, 1.0, 0.3)
 OWN_SHARE = 0.7  # of the drafter's sequences are the target's own text, which is what it will draft
 WARM_UP = 0.03
 
@@ -46,10 +46,10 @@ class Settings:
     """Sizes and budgets of a run; minutes hold where the matching number of steps is None."""
 
     minutes_target: float = 2.2
-    minutes_samples: float = 1.0
-    minutes_draft: float = 2.5
+    minutes_samples: float = 2.0
+    minutes_draft: float = 5.5
     steps_target: int | None = None
-    rounds_samples: int | None = 5
+    rounds_samples: int | None = 20
     steps_draft: int | None = None
     lengths: tuple[int, int, int] = (512, 512, 1024)
     tokens_per_step: int = 32768
