@@ -96,6 +96,13 @@ def arrive(counters, line: tl.constexpr):
 
 
 @triton.jit
+def arrive_at(counters, line: tl.constexpr, lines: tl.constexpr):
+    """`arrive` at `lines` lines (a power of two) from `line` on, for more waiters than one line should be polled by."""
+    tl.debug_barrier()
+    tl.atomic_add(counters + (line + tl.arange(0, lines)) * LINE, 1, sem="release", scope="gpu")
+
+
+@triton.jit
 def wait(counters, line: tl.constexpr, arrivals: tl.constexpr):
     """Holds this program until `arrivals` programs have arrived at the line. Returns 0, known only behind the wait.
 
@@ -136,7 +143,7 @@ def count_out(counters, line: tl.constexpr):
 
 
 @triton.jit
-def clear(counters, line: tl.constexpr, waiters: tl.constexpr, before):
+def clear(counters, line: tl.constexpr, waiters, before):
     """Sets the line back to zero in the program that was the last of `waiters` to count itself out."""
     word = counters + line * LINE + 1
     if INTERPRETED:

@@ -47,3 +47,13 @@ def prefetch_by_warps(pointers, size):
         tl.inline_asm_elementwise(
             _ASK_BY_WARPS, "=r,l,r", [pointers, size], dtype=tl.int32, is_pure=False, pack=1
         )
+
+
+@triton.jit
+def prefetch_share(pointer, share, SHARES: tl.constexpr, SIZE: tl.constexpr):
+    """Asks for one of SHARES equal shares of the SIZE bytes (a multiple of 16) from `pointer` on."""
+    if not INTERPRETED:
+        PIECE: tl.constexpr = (SIZE + 128 * SHARES - 1) // (128 * SHARES) * 128
+        first = share * PIECE
+        if first < SIZE:
+            prefetch(pointer.to(tl.pointer_type(tl.int8)) + first, tl.minimum(SIZE - first, PIECE))

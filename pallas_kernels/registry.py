@@ -14,6 +14,7 @@ OPERATIONS = (
     "dense",
     "head",
     "hyper_connections",
+    "attention_input",
     "router",
     "attention",
     "key_rows",

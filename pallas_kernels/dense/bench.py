@@ -20,14 +20,11 @@ FINISHED = ("v4-flash wo_a", "v4.1-flash wo_a", "demo wo_a")
 
 
 def cases() -> tuple[OperationCase, ...]:
-    """Every FP8 product, those that one launch finishes, and the exact ones with what stands beside them."""
+    """Every FP8 product, those that one launch finishes, and the exact ones that stand alone."""
     return (
         *(_product_case(name, spec) for name, spec in PRODUCTS.items()),
         *(_finished_case(name, PRODUCTS[name]) for name in FINISHED),
-        *(
-            _exact_case(name, spec) if spec.beside is None else _joined_case(name, spec)
-            for name, spec in EXACT_PRODUCTS.items()
-        ),
+        *(_exact_case(name, spec) for name, spec in EXACT_PRODUCTS.items() if spec.beside is None),
     )
 
 
@@ -100,29 +97,3 @@ def _exact_case(name: str, spec: ExactSpec) -> OperationCase:
 
 def _weights(spec: ExactSpec, calls: int) -> list[jax.Array]:
     return [random_bf16(seed, spec.weight()) for seed in range(calls)]
-
-
-def _joined_case(name: str, spec: ExactSpec) -> OperationCase:
-    beside = spec.beside
-
-    def operands(calls):
-        rows = random_rows(calls + 1, beside.input(), beside.block), random_rows(calls, spec.input())
-        return rows, list(zip(_matrices(beside, calls), _weights(spec, calls), strict=True))
-
-    def fused(shared, own):
-        from pallas_kernels.dense import fused as launches
-
-        (rounded, x), (matrix, weight) = shared, own
-        first, second = launches.products(rounded, matrix, x, weight, scale_block=beside.block)
-        return {"rounded": first.sum(0), "exact": second.sum(0)}, (rounded, nudged(x, second[0, :, :1]))
-
-    def definition(shared, own):
-        (rounded, x), (matrix, weight) = shared, own
-        first, second = reference.products(rounded, matrix, x, weight)
-        return {"rounded": first[0], "exact": second[0]}
-
-    size = bench_case.tree_bytes((spec.weight(), beside.matrix()))
-    return OperationCase(
-        "dense", f"{name} products", ("both_products",), size, bench_case.calls_for(size), operands, fused,
-        definition, {"rounded": SUMS, "exact": SUMS},
-    )  # fmt: skip

@@ -17,12 +17,12 @@ MOST_PROGRAMS = 704
 MANY_TILES = 96  # from here on eight warps a program did better than four
 
 
-def shares(tiles: int, chunks: int, warps: int) -> int:
-    """Into how many shares the columns go: as many programs as useful, each warp with a chunk at least.
+def shares(tiles: int, chunks: int, warps: int, programs: int = MOST_PROGRAMS) -> int:
+    """Into how many shares the columns go: up to `programs` programs, each warp with a chunk at least.
 
     `chunks` are the pieces a warp takes at a time; shares that divide them evenly are preferred.
     """
-    most = max(1, min(chunks // warps, MOST_PROGRAMS // tiles))
+    most = max(1, min(chunks // warps, programs // tiles))
     even = [s for s in range(1, most + 1) if chunks % (s * warps) == 0]
     return max(even, default=most)
 
@@ -117,7 +117,7 @@ def fp8_settings(
 ) -> dict:
     """The grid, warps and constants that every launch over one FP8 matrix has; x is the rows or their shape."""
     columns = x.shape[1] // groups
-    count, chunks = _require_packed(x, matrix, columns, groups)
+    count, chunks = require_packed(x, matrix, columns, groups)
     warps = warps or _warps(count, chunks)
     splits = splits or shares(count, chunks, warps)
     return dict(
@@ -138,7 +138,7 @@ def _joined(round_block: int) -> int:
 
 def exact_product(x: jax.Array, weight: jax.Array, *, splits: int | None = None) -> jax.Array:
     """`reference.exact_product` as partial sums float32 [S, R, N] over S shares of the columns."""
-    count = _require_plain(x, weight)
+    count = require_plain(x, weight)
     warps = 4
     splits = splits or shares(count, weight.shape[1] // 64, warps)
     terms = bfloat_terms(x)
@@ -157,57 +157,12 @@ def exact_product(x: jax.Array, weight: jax.Array, *, splits: int | None = None)
     )[0]
 
 
-def products(
-    rounded: jax.Array,
-    matrix: PackedMatrix,
-    x: jax.Array,
-    weight: jax.Array,
-    *,
-    scale_block: int,
-    splits: tuple[int, int] | None = None,
-    fenced: bool = False,
-) -> tuple[jax.Array, jax.Array]:
-    """`reference.products` in one launch; `splits` chooses the shares of the FP8 and of the BF16 product.
-
-    `fenced` as in `product`.
-    """
-    count, chunks = _require_packed(rounded, matrix, rounded.shape[1], 1)
-    plain = _require_plain(x, weight)
-    if rounded.dtype != jnp.float16 or rounded.shape != x.shape:
-        raise ValueError(
-            f"rounded rows are {rounded.dtype} {rounded.shape}, expected float16 {x.shape} like the exact rows"
-        )
-    warps = 4
-    both = splits or (shares(count, chunks, warps), shares(plain, weight.shape[1] // 64, warps))
-    terms = bfloat_terms(x)
-    made = launch.call(
-        kernels.both_products,
-        rounded,
-        *matrix,
-        terms,
-        weight,
-        grid=(count * both[0] + plain * both[1],),
-        outputs=[partial(both[0], count), partial(both[1], plain)],
-        num_warps=warps,
-        BLOCKS=rounded.shape[1] // tiles.BLOCK,
-        TILES=count,
-        SPLITS=both[0],
-        SCALED=scale_block,
-        TERMS=terms.shape[0],
-        BF16_TILES=plain,
-        BF16_SPLITS=both[1],
-        FENCED=fenced,
-        WARPS=warps,
-    )
-    return made[0], made[1]
-
-
 def partial(splits: int, count: int) -> jax.ShapeDtypeStruct:
     """Partial sums of `count` tiles over `splits` shares of the columns."""
     return jax.ShapeDtypeStruct((splits, tiles.ROWS, count * tiles.TILE), jnp.float32)
 
 
-def _require_packed(x: jax.Array, matrix: PackedMatrix, columns: int, groups: int) -> tuple[int, int]:
+def require_packed(x: jax.Array, matrix: PackedMatrix, columns: int, groups: int) -> tuple[int, int]:
     """Tiles and chunks of a packed FP8 matrix, checked against its input."""
     chunks = tiles.padded(columns, tiles.CHUNK) // tiles.CHUNK
     if x.shape[0] != tiles.ROWS or x.shape[1] % (groups * tiles.BLOCK):
@@ -222,7 +177,7 @@ def _require_packed(x: jax.Array, matrix: PackedMatrix, columns: int, groups: in
     return matrix.words.shape[0], chunks
 
 
-def _require_plain(x: jax.Array, weight: jax.Array) -> int:
+def require_plain(x: jax.Array, weight: jax.Array) -> int:
     """Tiles of a BF16 weight, checked against its input."""
     n, k = weight.shape
     if weight.dtype != jnp.bfloat16 or n % tiles.TILE or k % 64 or x.shape != (tiles.ROWS, k):

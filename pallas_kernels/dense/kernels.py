@@ -92,7 +92,7 @@ def waiting_fp8_program(
     counters,
     LINE: tl.constexpr,
     ARRIVALS: tl.constexpr,
-    WAITERS: tl.constexpr,
+    waiters,
     BLOCKS: tl.constexpr,
     TILES: tl.constexpr,
     SPLITS: tl.constexpr,
@@ -105,7 +105,7 @@ def waiting_fp8_program(
     """`_fp8_program` of rows that ARRIVALS programs of smaller numbers write, which then arrive at LINE.
 
     Meanwhile HELD halves (0, 1 or 2) of the weights of its first turn, if that is a whole one, come into registers, the
-    rest into the second-level cache. WAITERS: how many programs wait at the line.
+    rest into the second-level cache. `waiters`: how many programs wait at the line.
     """
     tile, split = program % TILES, program // TILES
     CHUNKS: tl.constexpr = (BLOCKS + 3) // 4
@@ -124,7 +124,7 @@ def waiting_fp8_program(
         BLOCKS, SPLITS, WARPS, SCALED, 0, BFLOAT, TERMS, False, False, held,
     )  # fmt: skip
     _store(sums, tile, split, out_ptr, TILES, WARPS)
-    clear(counters, LINE, WAITERS, before)
+    clear(counters, LINE, waiters, before)
 
 
 @triton.jit
@@ -143,6 +143,38 @@ def _bf16_program(
     weight_ptr += tile.to(tl.int64) * (32 * COLUMNS)
     sums = bf16.tile_sums(weight_ptr, rows_ptr, split * WARPS, COLUMNS, SPLITS, WARPS, TERMS)
     _store(sums, tile, split, out_ptr, TILES, WARPS)
+
+
+@triton.jit
+def waiting_bf16_program(
+    program,
+    rows_ptr,
+    weight_ptr,
+    out_ptr,
+    counters,
+    LINE: tl.constexpr,
+    ARRIVALS: tl.constexpr,
+    waiters,
+    COLUMNS: tl.constexpr,
+    TILES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TERMS: tl.constexpr,
+    HELD: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """`_bf16_program` of rows that others write, as `waiting_fp8_program`; HELD says whether to hold its first turn."""
+    tile, split = program % TILES, program // TILES
+    weight_ptr += tile.to(tl.int64) * (32 * COLUMNS)
+    held = None
+    if HELD and COLUMNS >= 64 * SPLITS * WARPS:
+        held = bf16.held_turn(weight_ptr, split * WARPS, COLUMNS, WARPS)
+    behind = wait(counters, LINE, ARRIVALS)
+    before = count_out(counters, LINE)
+    sums = bf16.tile_sums(
+        weight_ptr + behind, rows_ptr + behind, split * WARPS, COLUMNS, SPLITS, WARPS, TERMS, held
+    )
+    _store(sums, tile, split, out_ptr, TILES, WARPS)
+    clear(counters, LINE, waiters, before)
 
 
 @triton.jit
@@ -247,39 +279,3 @@ def bf16_product(
     out float32 [SPLITS, 8, 32 * TILES]. Grid (TILES * SPLITS,).
     """
     _bf16_program(tl.program_id(0), rows_ptr, weight_ptr, out_ptr, COLUMNS, TILES, SPLITS, TERMS, WARPS)
-
-
-@triton.jit
-def both_products(
-    rounded_ptr,
-    words_ptr,
-    scales_ptr,
-    rows_ptr,
-    weight_ptr,
-    fp8_ptr,
-    bf16_ptr,
-    BLOCKS: tl.constexpr,
-    TILES: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SCALED: tl.constexpr,
-    TERMS: tl.constexpr,
-    BF16_TILES: tl.constexpr,
-    BF16_SPLITS: tl.constexpr,
-    FENCED: tl.constexpr,
-    WARPS: tl.constexpr,
-):
-    """`bf16_product` of rows and `fp8_product` of rounded fp16 rows [8, 32 * BLOCKS] in one launch.
-
-    Grid (BF16_TILES * BF16_SPLITS + TILES * SPLITS,).
-    """
-    program = tl.program_id(0)
-    BF16_PROGRAMS: tl.constexpr = BF16_TILES * BF16_SPLITS
-    if program < BF16_PROGRAMS:
-        _bf16_program(
-            program, rows_ptr, weight_ptr, bf16_ptr, 32 * BLOCKS, BF16_TILES, BF16_SPLITS, TERMS, WARPS
-        )
-    else:
-        _fp8_program(
-            program - BF16_PROGRAMS, rounded_ptr, words_ptr, scales_ptr, fp8_ptr,
-            BLOCKS, TILES, 1, SPLITS, SCALED, False, 1, FENCED, WARPS,
-        )  # fmt: skip

@@ -41,8 +41,3 @@ def exact_product(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.einsum(
         "tk,nk->tn", x.astype(jnp.float32), weight.astype(jnp.float32), precision=jax.lax.Precision.HIGHEST
     )[None]
-
-
-def products(rounded: jax.Array, matrix: PackedMatrix, x: jax.Array, weight: jax.Array):
-    """`product(rounded, matrix)` and `exact_product(x, weight)`."""
-    return product(rounded, matrix), exact_product(x, weight)

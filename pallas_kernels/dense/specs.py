@@ -36,7 +36,7 @@ class ProductSpec:
 
 @dataclasses.dataclass(frozen=True)
 class ExactSpec:
-    """A BF16 product with an unrounded input; `beside` is an FP8 product of the same rows in the same launch."""
+    """A BF16 product with an unrounded input; `beside` is an FP8 product of the same rows' rounded form."""
 
     rows: int
     columns: int

@@ -60,18 +60,8 @@ def _step(upper, lower, x, d):
 
 
 @triton.jit
-def _turn(
-    sums,
-    weights,
-    rows,
-    columns,
-    present,
-    COLUMNS: tl.constexpr,
-    TERMS: tl.constexpr,
-    GUARDED: tl.constexpr,
-):
-    """Adds the 64 columns that lie `columns` behind the lane's first ones; guarded by `present`, 0 or 1."""
-    w = _load_weights(weights + columns, present, 8 * COLUMNS, GUARDED)
+def _add(sums, w, rows, columns, present, COLUMNS: tl.constexpr, TERMS: tl.constexpr, GUARDED: tl.constexpr):
+    """Adds the 64 columns that lie `columns` behind the lane's first ones and whose weights are loaded."""
     upper, lower = sums[0:4], sums[4:8]
     for term in tl.static_range(TERMS):
         x = _load_rows(rows + (term * 8 * COLUMNS + columns), present, GUARDED)
@@ -84,6 +74,33 @@ def _turn(
 
 
 @triton.jit
+def _turn(
+    sums,
+    weights,
+    rows,
+    columns,
+    present,
+    COLUMNS: tl.constexpr,
+    TERMS: tl.constexpr,
+    GUARDED: tl.constexpr,
+):
+    """Loads and adds these columns; guarded by `present`, 0 or 1."""
+    w = _load_weights(weights + columns, present, 8 * COLUMNS, GUARDED)
+    return _add(sums, w, rows, columns, present, COLUMNS, TERMS, GUARDED)
+
+
+@triton.jit
+def held_turn(weights_ptr, first, COLUMNS: tl.constexpr, WARPS: tl.constexpr):
+    """Weights of the 64 columns at 64 * (first + warp), for `tile_sums` when its rows are there.
+
+    Their loads stay in front of a wait that follows, and together.
+    """
+    warp, g, q = lanes.position(WARPS)
+    weights = weights_ptr + g * COLUMNS + (first + warp) * 64 + q * 8
+    return _load_weights(weights, 1, 8 * COLUMNS, False)
+
+
+@triton.jit
 def tile_sums(
     weights_ptr,
     rows_ptr,
@@ -92,6 +109,7 @@ def tile_sums(
     SPLITS: tl.constexpr,
     WARPS: tl.constexpr,
     TERMS: tl.constexpr,
+    held=None,
 ):
     """The sums of each lane over 64 columns at 64 * (first + warp), and every 64 * SPLITS * WARPS further.
 
@@ -99,6 +117,7 @@ def tile_sums(
       weights_ptr: bf16, row 0 of the 32; rows are COLUMNS apart, a multiple of 64.
       rows_ptr: bf16 activations [TERMS, 8, COLUMNS]; the terms' products add up.
       first: int32, the first 64 columns of this program's first warp.
+      held: what `held_turn` has loaded of the first turn, which then is a whole one.
     """
     warp, g, q = lanes.position(WARPS)
     column = (first + warp) * 64 + q * 8
@@ -107,7 +126,10 @@ def tile_sums(
     STEP: tl.constexpr = SPLITS * WARPS
     TURNS: tl.constexpr = COLUMNS // (64 * STEP)
     sums = lanes.zero_sums(WARPS)
-    for turn in range(0, TURNS):
+    FIRST: tl.constexpr = 0 if held is None else 1
+    if FIRST:
+        sums = _add(sums, held, rows, 0, 1, COLUMNS, TERMS, False)
+    for turn in range(FIRST, TURNS):
         sums = _turn(sums, weights, rows, turn * (64 * STEP), 1, COLUMNS, TERMS, False)
     if COLUMNS % (64 * STEP):
         present = (TURNS * STEP + first + warp < COLUMNS // 64).to(tl.int32)

@@ -17,7 +17,10 @@ FP4, FP8 = 0.5 + 1 / 32, 1 + 4 / 2048
 SIZES = {
     "demo experts, 10 and the shared one": 3 * 256 * 128 * (10 * FP4 + FP8),
     "demo wo_b product": 256 * 256 * FP8,
-    "demo ratio 2 products": 160 * 256 * 2 + 192 * 256 * FP8,
+    # A projection of four streams, the streams and seven experts' outputs, and both matrices.
+    "demo boundary behind experts and ratio 2 products": (
+        256 * (24 * 4 * 4 + 8 * 4 * (4 + 7)) + 160 * 256 * 2 + 192 * 256 * FP8
+    ),
     "demo head": 4160 * 256 * 2,
     "v4-flash router": 256 * 4096 * 2 + 8 * 4096 * 2,
     # A projection of four float32 streams to 24 numbers, the streams themselves, and eight parts of a product.
@@ -89,6 +92,7 @@ def test_choosing():
     assert {case.operation for case in registry.chosen("winners")} == {"head"}
     assert {case.model for case in registry.chosen("engram")} == {"v4.1-flash", "demo"}
     assert {case.operation for case in registry.chosen("boundary", "v4-flash")} == {
+        "attention_input",
         "hyper_connections",
         "router",
     }

@@ -5,7 +5,7 @@ import pytest
 from v4flash.profile import one_layer
 
 ATTENTION = [
-    "boundary", "both_products", "cache_writes_and_queries", "index_scores", "index_choice", "attention_core",
+    "boundary_and_products", "cache_writes_and_queries", "index_scores", "index_choice", "attention_core",
     "fp8_product_finished", "fp8_product",
 ]  # fmt: skip
 EXPERTS = ["boundary_and_route", "gate_up", "down"]

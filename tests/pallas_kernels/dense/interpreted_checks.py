@@ -61,15 +61,6 @@ def test_exact_product(n, k, dtype, splits):
     _close(fused.exact_product(x, weight, splits=splits), reference.exact_product(x, weight))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
-def test_products_in_one_launch(dtype):
-    x, weight = _rows(5, 256, dtype), packing.join_bf16([_rows(6, 256, jnp.bfloat16)] * 5)
-    rounded, matrix = _rows(7, 256, jnp.float16), _matrix(8, 96, 256, 32)
-    found = fused.products(rounded, matrix, x, weight, scale_block=32)
-    for part, expected in zip(found, reference.products(rounded, matrix, x, weight), strict=True):
-        _close(part, expected)
-
-
 def test_rows_do_not_see_each_other():
     matrix = _matrix(9, 32, 256, 32)
     x = _rows(10, 256, jnp.float16)
@@ -87,9 +78,6 @@ def test_shapes_are_checked():
         fused.product(_rows(0, 256, jnp.float16)[:4], matrix, scale_block=32)
     with pytest.raises(ValueError, match="expected bfloat16 rows in multiples of 32"):
         fused.exact_product(_rows(0, 256, jnp.bfloat16), jnp.zeros((40, 256), jnp.bfloat16))
-    with pytest.raises(ValueError, match="rounded rows are bfloat16"):
-        x = _rows(0, 256, jnp.bfloat16)
-        fused.products(x, matrix, x, jnp.zeros((32, 256), jnp.bfloat16), scale_block=32)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import jax
 from pallas_kernels.attention import reference as attention
 from pallas_kernels.attention.reference import FarKeys
 from pallas_kernels.attention.specs import AttentionSpec
+from pallas_kernels.attention_input import reference as attention_input
 from pallas_kernels.dense import reference as dense
 from pallas_kernels.engram import reference as engram
 from pallas_kernels.engram.reference import Memory
@@ -52,6 +53,15 @@ class ReferenceBodies:
         streams = boundaries.embedded(*source, spec) if isinstance(source, tuple) else source
         return boundaries.boundary(spec, streams, norm, projection, coefficients, output, **options)
 
+    def boundary_and_products(
+        self, spec: BoundarySpec, source, norm, projection, matrix, weight, coefficients, output, **options
+    ) -> tuple[Boundary, jax.Array, jax.Array | None]:
+        """A boundary, and unsummed products of its rows: FP8 of the rounded ones, BF16 of the exact ones or None."""
+        streams = boundaries.embedded(*source, spec) if isinstance(source, tuple) else source
+        return attention_input.boundary_and_products(
+            spec, streams, norm, projection, matrix, weight, coefficients, output, **options
+        )
+
     def boundary_and_route(
         self,
         spec: BoundarySpec,
@@ -68,10 +78,6 @@ class ReferenceBodies:
         """The boundary in front of a mixture of experts, its routes, and the expert ids [R, K]."""
         made = boundaries.boundary(spec, streams, norm, projection, coefficients, output)
         return made, *routing.route(router, made.x, gate, count, tokens)
-
-    def products(self, rounded, matrix: PackedMatrix, x, weight) -> tuple[jax.Array, jax.Array]:
-        """An FP8 product of rounded rows and a BF16 product of exact ones, unsummed."""
-        return dense.products(rounded, matrix, x, weight)
 
     def product(self, x: jax.Array, matrix: PackedMatrix, groups: int = 1) -> jax.Array:
         """An FP8 product, unsummed: float32 [S, R, N]."""
@@ -179,6 +185,7 @@ class FusedBodies(ReferenceBodies):
         # Triton is an extra: only this body needs it.
         from pallas_kernels import device_barrier
         from pallas_kernels.attention import kernels as attention_kernels
+        from pallas_kernels.attention_input import fused as input_launches
         from pallas_kernels.dense import fused as dense_launches
         from pallas_kernels.engram import fused as engram_launches
         from pallas_kernels.experts import fused as expert_launches
@@ -193,10 +200,11 @@ class FusedBodies(ReferenceBodies):
         self._attention, self._dense, self._experts = attention_kernels, dense_launches, expert_launches
         self._head, self._boundaries, self._index = head_launches, boundary_launches, index_kernels
         self._rows, self._router, self._chain = row_launches, router_launches, chain_launches
-        self._engram = engram_launches
+        self._engram, self._attention_input = engram_launches, input_launches
         lines = (
             attention_kernels.counter_lines(rows, specs.attention_spec(config, numerics)),
             boundary_launches.COUNTER_LINES,
+            input_launches.COUNTER_LINES,
             router_launches.COUNTER_LINES,
             row_launches.COUNTER_LINES,
             chain_launches.COUNTER_LINES,
@@ -211,6 +219,15 @@ class FusedBodies(ReferenceBodies):
         )
         return made
 
+    def boundary_and_products(
+        self, spec, source, norm, projection, matrix, weight, coefficients, output, **options
+    ):
+        made, low, exact, self.counters = self._attention_input.boundary_and_products(
+            spec, source, norm, projection, matrix, self.counters, weight, coefficients, output,
+            scale_block=self.block, **options,
+        )  # fmt: skip
+        return made, low, exact
+
     def boundary_and_route(
         self, spec, router, streams, norm, projection, gate, count, coefficients, output, tokens
     ):
@@ -218,9 +235,6 @@ class FusedBodies(ReferenceBodies):
             spec, router, streams, norm, projection, gate, count, self.counters, coefficients, output, tokens
         )
         return made, routes, ids
-
-    def products(self, rounded, matrix, x, weight):
-        return self._dense.products(rounded, matrix, x, weight, scale_block=self.block)
 
     def product(self, x, matrix, groups=1):
         return self._dense.product(x, matrix, scale_block=self.block, groups=groups)

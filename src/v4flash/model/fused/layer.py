@@ -3,7 +3,7 @@
 Knows: how the operations of a layer follow each other and which columns of a joined product are whose. Does not know:
 which body an operation has, or how layers follow each other.
 
-    boundary -> products -> cache writes and queries -> [index] -> attention -> wo_a -> wo_b
+    boundary and products -> cache writes and queries -> [index] -> attention -> wo_a -> wo_b
     boundary and router -> experts' gate and up -> down -> (the next boundary sums)
 
 Products hand on float32 partial sums; the reader adds them and rounds to the model's type.
@@ -108,19 +108,47 @@ def projection(floats, name: str) -> Projection:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Projected:
+    """Products of the rows in front of attention, in parts [S, R, N]: of `projections` and, or None, of `exact`."""
+
+    low: jax.Array
+    exact: jax.Array | None
+
+
+def enter_attention(
+    run: Pass, pack: PackedLayer, source, coefficients: jax.Array | None, output: Output | None, **options
+) -> tuple[Boundary, Projected]:
+    """The boundary in front of attention, and the products of its rows. `source` and `options` as of `boundary`."""
+    made, low, exact = run.ops.boundary_and_products(
+        specs.boundary_spec(run.config, run.numerics),
+        source,
+        pack.floats["attn_norm"],
+        projection(pack.floats, "hc_attn"),
+        pack.matrix("projections"),
+        pack.plain["exact"] if pack.exact_columns else None,
+        coefficients,
+        output,
+        **options,
+    )
+    return made, Projected(low, exact)
+
+
 def attend(
-    run: Pass, layer: LayerConfig, pack: PackedLayer, made: Boundary, state: DecodeState, selection: Selection
+    run: Pass,
+    layer: LayerConfig,
+    pack: PackedLayer,
+    projected: Projected,
+    state: DecodeState,
+    selection: Selection,
 ) -> tuple[jax.Array, DecodeState, Selection]:
-    """The attention sublayer behind boundary `made`: its output in parts [S, R, D], the written state, the choice."""
+    """The attention sublayer: its output in parts [S, R, D], the written state, the choice."""
     config, ops, floats = run.config, run.ops, pack.floats
     numerics, length, count, index = run.numerics, run.length, run.count, layer.index
-    if pack.exact_columns:
-        low, exact = ops.products(made.rounded, pack.matrix("projections"), made.x, pack.plain["exact"])
-    else:
-        low, exact = ops.product(made.rounded, pack.matrix("projections")), None
+    low = projected.low
     columns, first = {}, 0
     for name, width in pack.exact_columns:
-        columns[name] = Columns(exact, first, width)
+        columns[name] = Columns(projected.exact, first, width)
         first += width
     turns = run.turns.compressed if layer.ratio else run.turns.plain
     rank = config.q_lora_rank
@@ -169,11 +197,10 @@ def attend(
     return project_output(run, pack, heads), state, selection
 
 
-def attend_block(run: Pass, pack: PackedLayer, made: Boundary, ring: jax.Array) -> jax.Array:
+def attend_block(run: Pass, pack: PackedLayer, projected: Projected, ring: jax.Array) -> jax.Array:
     """A drafter stage's attention over its context ring and the live rows of the block: parts [S, R, D]."""
     config, ops, floats = run.config, run.ops, pack.floats
-    low = ops.product(made.rounded, pack.matrix("projections"))
-    rank, turns = config.q_lora_rank, run.turns.plain
+    low, rank, turns = projected.low, config.q_lora_rank, run.turns.plain
     rows = Rows(
         Columns(low, rank, config.head_dim), floats["kv_norm"], turns, Columns(low, 0, rank), floats["q_norm"]
     )

@@ -66,18 +66,10 @@ class FusedBackbone:
                     output = None
                 with jax.named_scope("attention"):
                     tap = layer.index in tapped
-                    made = run.ops.boundary(
-                        spec,
-                        source,
-                        pack.floats["attn_norm"],
-                        projection(pack.floats, "hc_attn"),
-                        coefficients,
-                        output,
-                        tap=tap,
-                    )
+                    made, projected = layers.enter_attention(run, pack, source, coefficients, output, tap=tap)
                     if tap:
                         means[layer.index] = made.tap
-                    parts, state, selection = layers.attend(run, layer, pack, made, state, selection)
+                    parts, state, selection = layers.attend(run, layer, pack, projected, state, selection)
                 with jax.named_scope("ffn"):
                     source, coefficients, output, ids = layers.feed_forward(
                         run, pack, made, parts, config.num_experts_per_tok, config.n_routed_experts
@@ -187,15 +179,8 @@ class FusedDrafter:
         for number, (pack, ring) in enumerate(zip(packed.stages, state.draft_windows, strict=True)):
             with jax.named_scope(f"draft_stage_{number}"):
                 with jax.named_scope("attention"):
-                    made = run.ops.boundary(
-                        spec,
-                        source,
-                        pack.floats["attn_norm"],
-                        projection(pack.floats, "hc_attn"),
-                        coefficients,
-                        output,
-                    )
-                    parts = layers.attend_block(run, pack, made, ring)
+                    made, projected = layers.enter_attention(run, pack, source, coefficients, output)
+                    parts = layers.attend_block(run, pack, projected, ring)
                 with jax.named_scope("ffn"):
                     source, coefficients, output, ids = layers.feed_forward(
                         run, pack, made, parts, draft.num_experts_per_tok, draft.n_routed_experts

@@ -1,0 +1,1 @@
+"""The boundary in front of attention and the products that read its rows, fused into one launch."""
