@@ -6,7 +6,7 @@ import json
 import pytest
 
 from v4flash.cli import certify, prompt_files
-from v4flash.cli.advise import table
+from v4flash.cli.advise import comparison_table, table
 from v4flash.cli.certify import by_rows, draft_lengths
 from v4flash.engine import speculation_file
 from v4flash.fidelity import certificate_file
@@ -42,7 +42,8 @@ def test_advice_is_measured_printed_and_kept(call, decode, checkpoint, prompts, 
     assert len(kept.costs.milliseconds) == MAX_K + 2 and min(kept.costs.milliseconds) > 0
     assert kept.costs.rows == 8 and kept.costs.backend == "xla" and kept.costs.device == document["device"]
     assert kept.costs.milliseconds[1] == document["drafted_unverified_ms"]
-    assert len(kept.calibration.slope) == len(kept.calibration.pairs) >= 1
+    assert [fitted.temperature for fitted in kept.calibrations] == [0.0, 1.0]
+    assert all(len(fitted.slope) == len(fitted.pairs) >= 1 for fitted in kept.calibrations)
 
     again = call(*advise, "--out", out)
     assert again.code == 2 and "--overwrite" in again.err
@@ -55,6 +56,28 @@ def test_advice_is_measured_printed_and_kept(call, decode, checkpoint, prompts, 
     assert used.code == 0 and "k auto, up to 3 (by measured costs)" in used.err
     wrong = decode("--prompt", "abc", "--speculation", prompts, "--max-tokens", 4)
     assert wrong.code == 2 and "v4flash advise" in wrong.err
+
+
+@pytest.mark.slow  # every way decodes every prompt
+def test_ways_are_compared_by_step_times_from_elsewhere(call, checkpoint, prompts, tmp_path):
+    file = tmp_path / "elsewhere.json"
+    there = speculation_file.StepCosts("a GPU", "fused", "bfloat16", "qat", 8, 2048, [5.0, 6.0, 7.0, 8.0])
+    speculation_file.SpeculationFile(costs=there).write(file)
+    asked = ("advise", "--ckpt", checkpoint, "--prompts", prompts, *SMALL, "--max-k", MAX_K, "--costs", file)
+    outcome = call(*asked, "--temperature", 1, "--top-p", 0.9, "--json")
+    assert outcome.code == 0, outcome.err
+    document = json.loads(outcome.out)
+    assert document["costs"]["device"] == "a GPU" and document["costs"]["milliseconds"] == [
+        5.0,
+        6.0,
+        7.0,
+        8.0,
+    ]
+    assert (document["temperature"], document["top_p"]) == (1.0, 0.9) and len(document["weights"]) == 64
+    assert set(document["classes"]) == {"code", "prose", "all"}
+    assert list(document["classes"]["all"]["ways"]) == ["0", "1", "2", "auto", "token"]
+    shown = comparison_table(document)
+    assert "step times of a GPU" in shown and "block rule over token rule: " in shown
 
 
 def test_certificate_of_a_sound_checkpoint(call, decode, checkpoint, prompts, tmp_path):
@@ -131,6 +154,8 @@ def test_any_other_file_is_one_prompt_of_its_own_class(checkpoint, prompts, tmp_
         (("advise", "--max-k", 8), "--rows 16"),
         (("advise", "--max-k", 0), "whole number"),
         (("advise", "--tokens", 2), "whole number"),
+        (("advise", "--costs", "absent.json"), "cannot read"),
+        (("advise", "--costs", "absent.json", "--save"), "nothing to keep"),
     ],
 )
 def test_what_cannot_be_done_is_said_before_loading(call, checkpoint, arguments, words):

@@ -1,10 +1,14 @@
-"""`v4flash advise`: which draft length pays on this machine for given prompts, and the file that --k auto reads.
+"""`v4flash advise`: which draft length pays on this machine for given prompts, and the file that --k auto reads; or,
+with step times from elsewhere, what each way of speculating would bring there.
 
-Knows: options, and how the table looks. Does not know: how anything is measured (engine/advice.py).
+Knows: options, and how the tables look. Does not know: how anything is measured (engine/advice.py) or compared
+(engine/comparison.py).
 """
 
 import argparse
+import dataclasses
 import json
+from pathlib import Path
 from typing import Any
 
 from v4flash.cli import options as shared
@@ -30,6 +34,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(parser, "--rows", help="rows of a verifying pass", default=8, type=whole(2), metavar="N")
     add(parser, "--temperature", help="0 is greedy", default=0.0, type=number, metavar="T")
+    add(parser, "--top-p", help="1 is off", default=1.0, type=number, metavar="P")
+    parser.add_argument(
+        "--costs",
+        metavar="FILE",
+        help="take step times from a file of --out instead of this machine, and compare every k, k auto and the usual "
+        "rule by them",
+    )
     prompt_files.add_result(parser, "costs and calibration for --k auto", FILE_NAME)
     shared.add_backend(parser)
     shared.add_numbers(parser, None)
@@ -44,44 +55,74 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(
             f"--max-k is {options.max_k}, a program with {options.rows} rows verifies {options.rows - 1}; use --rows 16"
         )
+    if options.costs and (options.out or options.save):
+        raise UsageError(
+            "--costs measures no step times, so there is nothing to keep; leave --out and --save out"
+        )
     path = prompt_files.drafting_checkpoint(options)
+    table_of = given_costs(options.costs)
     prompts = prompt_files.prompts(options, path)
     out = prompt_files.result_file(options, path, FILE_NAME)
     messages = Messages(options.quiet)
     from v4flash.cli import device as devices
 
     device = devices.choose(options.device)
-    from v4flash.engine import advice, language_model
+    from v4flash.engine import advice, comparison, language_model
+    from v4flash.fidelity.certificate_file import fingerprint
 
+    sampling = {"temperature": options.temperature, "top_p": options.top_p}
     model = prompt_files.load(options, path, prompts, options.rows, messages)
     messages.say(
         f"{path}: {model.config.family}, {model.mode} | {device} | backend {model.backend} | "
         f"k 0 to {options.max_k} and auto, {len(prompts)} prompts of up to {options.tokens} tokens, "
-        f"temperature {options.temperature:g}"
+        f"temperature {options.temperature:g}, top-p {options.top_p:g}"
     )
     encoded: dict[str, list[language_model.Prompt]] = {}
     for prompt in prompts:
         encoded.setdefault(prompt["class"], []).append(model.encode(prompt["text"], raw=not prompt["chat"]))
-    found = advice.measure(
-        model,
-        encoded,
-        range(options.max_k + 1),
-        tokens=options.tokens,
-        temperature=options.temperature,
-        say=messages.progress,
-    )
-    messages.clear()
-    document = {
-        "schema": advice.SCHEMA,
+    facts = {
         "checkpoint": str(path),
         "device": device.kind,
         "backend": model.backend,
         "dtype": model.numerics.dtype.__name__,
         "mode": model.mode,
         "rows": options.rows,
-        "temperature": options.temperature,
+        **sampling,
         "prompts": len(prompts),
         "tokens": options.tokens,
+    }
+    if table_of:
+        compared = comparison.compare(
+            model,
+            encoded,
+            table_of.milliseconds,
+            sampling=sampling,
+            tokens=options.tokens,
+            longest=options.max_k,
+            say=messages.progress,
+        )
+        messages.clear()
+        document = {
+            "schema": comparison.SCHEMA,
+            "weights": fingerprint(path),
+            **facts,
+            "costs": dataclasses.asdict(table_of),
+            **compared,
+        }
+        print(json.dumps(document, indent=1) if options.json else comparison_table(document))
+        return 0
+    found = advice.measure(
+        model,
+        encoded,
+        range(options.max_k + 1),
+        tokens=options.tokens,
+        sampling=sampling,
+        say=messages.progress,
+    )
+    messages.clear()
+    document = {
+        "schema": advice.SCHEMA,
+        **facts,
         "drafted_unverified_ms": model.speculation.costs.milliseconds[1],
         **advice.advice(found, model.config.draft.block_size),
     }
@@ -94,6 +135,41 @@ def run(options: argparse.Namespace) -> int:
         messages.say(f"wrote {out}; {use}")
     print(json.dumps(document, indent=1) if options.json else table(document))
     return 0
+
+
+def given_costs(file: str | None):
+    """The costs in the file of --costs; None without one. Raises UsageError where it holds none."""
+    if file is None:
+        return None
+    from v4flash.engine import speculation_file
+
+    found = speculation_file.read(Path(file).expanduser()).costs
+    if found is None:
+        raise UsageError(f"{file} holds no step times; make it with `v4flash advise --out`")
+    return found
+
+
+def comparison_table(document: dict[str, Any]) -> str:
+    """A comparison for a person: every class, then all."""
+    costs = document["costs"]
+    lines = [
+        f"step times of {costs['device']}, {costs['backend']}, {costs['dtype']}; tokens per step as expected; "
+        "tok/s by these times"
+    ]
+    for name, found in document["classes"].items():
+        lines += ["", f"{name}:", f"{'k':>6}  {'tok/step':>8}  {'tok/s':>8}  steps by verified drafts"]
+        for way, figures in found["ways"].items():
+            depths = " ".join(map(str, figures.get("depths", ())))
+            lines.append(
+                f"{way:>6}  {figures['expected_tokens_per_step']:>8.3f}  {figures['tokens_per_second']:>8.1f}  {depths}"
+            )
+        for compared, gain in found["comparisons"].items():
+            of = f" (k = {gain['best_k']})" if "best_k" in gain else ""
+            error = gain["standard_error"]
+            noise = "" if error is None else f", standard error {100 * error:.1f}"
+            lines.append(f"  {compared.replace('_', ' ')}{of}: {100 * gain['gain']:+.1f} %{noise}")
+    lines += ["", f"token: k = {document['block']} judged token by token, drafts drawn without filters"]
+    return "\n".join(lines)
 
 
 def table(document: dict[str, Any]) -> str:

@@ -31,6 +31,8 @@ from v4flash.speculative.randomness import seed_key
 SCHEMA = 1
 AUTO = "auto"
 ALL = "all"
+# What calibrations are fitted for besides the sampling asked for: if that is greedy, and if it is not.
+OTHER_SAMPLING = ({"temperature": 1.0}, {"temperature": 0.0})
 # Steps that draft and then verify nothing, timed on their own; decoding has none of them.
 UNVERIFIED_STEPS = 24
 
@@ -92,10 +94,10 @@ class Tally:
 
 
 def decode(
-    model: LanguageModel, prompt: Prompt, k: int | str, tokens: int, temperature: float, seed: int
+    model: LanguageModel, prompt: Prompt, k: int | str, tokens: int, sampling: Mapping[str, Any], seed: int
 ) -> Tally:
-    """Decodes behind one prompt, as any caller would, and counts."""
-    generation = model.generate(prompt, k=k, temperature=temperature, seed=seed, max_tokens=tokens)
+    """Decodes behind one prompt, as any caller would, and counts. `sampling`: options of `generate` by name."""
+    generation = model.generate(prompt, k=k, seed=seed, max_tokens=tokens, **sampling)
     records = list(generation)[1:]
     figures, pairs = generation.statistics, []
     for record in records:
@@ -145,56 +147,52 @@ def measure(
     draft_lengths: Sequence[int],
     *,
     tokens: int,
-    temperature: float,
+    sampling: Mapping[str, Any],
     say: Callable[[str], Any],
 ) -> dict[int | str, dict[str, Tally]]:
     """Tallies by draft length and class of prompts; `AUTO` last, with what the fixed lengths taught.
 
-    Afterwards `model.speculation` holds the calibration and costs found. Raises UsageError for a model without a
-    drafter, or draft lengths that do not start at 0 or leave one out.
+    Afterwards `model.speculation` holds the costs found and two calibrations, for texts sampled so and for greedy
+    ones (for temperature 1 where `sampling`, options of `generate` by name, is greedy itself). Raises UsageError for a
+    model without a drafter, or draft lengths that do not start at 0 or leave one out.
     """
     if model.config.draft is None:
         raise UsageError(f"{model.path} has no drafter, so there is no draft length to choose")
     if list(draft_lengths) != list(range(len(draft_lengths))) or len(draft_lengths) < 2:
         raise UsageError(f"draft lengths are {list(draft_lengths)}, expected 0, 1, 2, ... without a gap")
     numbered = [(name, seed, prompt) for name in prompts for seed, prompt in enumerate(prompts[name])]
-    decode(model, numbered[0][2], max(draft_lengths), min(tokens, 16), temperature, 0)
+    block = min(model.config.draft.block_size, max(draft_lengths))
+    decode(model, numbered[0][2], max(draft_lengths), min(tokens, 16), sampling, 0)
     found: dict[int | str, dict[str, Tally]] = {
         k: {name: Tally() for name in prompts} for k in [*draft_lengths, AUTO]
     }
     for index, (name, seed, prompt) in enumerate(numbered):
         say(f"prompt {index + 1} of {len(numbered)}")
         for k in draft_lengths:
-            found[k][name].add(decode(model, prompt, k, tokens, temperature, seed))
-    unverified = unverified_step_seconds(model, numbered[0][2])
-    model.speculation = learnt(model, found, draft_lengths, unverified)
+            found[k][name].add(decode(model, prompt, k, tokens, sampling, seed))
+    other = OTHER_SAMPLING[sampling["temperature"] > 0]
+    elsewhere = Tally()
+    for index, (_, seed, prompt) in enumerate(numbered):
+        say(f"prompt {index + 1} of {len(numbered)}, temperature {other['temperature']:g}")
+        elsewhere.add(decode(model, prompt, block, tokens, other, seed))
+    judged = {sampling["temperature"]: total(found[block]), other["temperature"]: elsewhere}
+    costs = [step_milliseconds(total(found[0])), 1000 * unverified_step_seconds(model, numbered[0][2])]
+    costs += [step_milliseconds(total(found[k])) for k in draft_lengths[1:]]
+    model.speculation = learnt(model, judged, costs)
     for index, (name, seed, prompt) in enumerate(numbered):
         say(f"prompt {index + 1} of {len(numbered)}, draft length chosen in every step")
-        found[AUTO][name].add(decode(model, prompt, AUTO, tokens, temperature, seed))
+        found[AUTO][name].add(decode(model, prompt, AUTO, tokens, sampling, seed))
     return found
 
 
 def learnt(
-    model: LanguageModel,
-    found: Mapping[int | str, Mapping[str, Tally]],
-    draft_lengths: Sequence[int],
-    unverified: float,
+    model: LanguageModel, judged: Mapping[float, Tally], milliseconds: Sequence[float]
 ) -> SpeculationFile:
-    """Calibration from the drafter's trained block, costs from every draft length."""
-    block = min(model.config.draft.block_size, max(draft_lengths))
-    judged = total(found[block]).pairs
-    fits = [calibration.fit(*zip(*pairs, strict=True)) for pairs in judged if pairs]
-    costs = [step_milliseconds(total(found[0])), 1000 * unverified]
-    costs += [step_milliseconds(total(found[k])) for k in draft_lengths[1:]]
-    fitted = Calibration(
-        slope=[fit.slope for fit in fits],
-        bias=[fit.bias for fit in fits],
-        acceptance=total(found[block]).conditional(),
-        pairs=[len(pairs) for pairs in judged if pairs],
-    )
+    """Calibrations from what the trained block did by temperature, and costs as measured here."""
+    fitted = {temperature: calibrated(temperature, tally.pairs) for temperature, tally in judged.items()}
     shapes = model.programs.shapes
     return SpeculationFile(
-        calibration=fitted if fits else None,
+        calibrations=[fitted[temperature] for temperature in sorted(fitted) if fitted[temperature]],
         costs=StepCosts(
             device=jax.devices()[0].device_kind,
             backend=model.backend,
@@ -202,8 +200,23 @@ def learnt(
             mode=model.mode,
             rows=shapes.rows,
             context=shapes.context,
-            milliseconds=costs,
+            milliseconds=list(milliseconds),
         ),
+    )
+
+
+def calibrated(temperature: float, pairs: Sequence[Sequence[tuple[float, bool]]]) -> Calibration | None:
+    """The calibration that follows from (confidence, accepted) by draft position; None where nothing was judged."""
+    judged = [found for found in pairs if found]
+    fits = [calibration.fit(*zip(*found, strict=True)) for found in judged]
+    if not fits:
+        return None
+    return Calibration(
+        temperature=float(temperature),
+        slope=[fit.slope for fit in fits],
+        bias=[fit.bias for fit in fits],
+        acceptance=[sum(kept for _, kept in found) / len(found) for found in judged],
+        pairs=[len(found) for found in judged],
     )
 
 

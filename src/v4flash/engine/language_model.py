@@ -183,14 +183,14 @@ class LanguageModel:
         rows = self.programs.shapes.rows
         return self.speculation.costs_for(jax.devices()[0].device_kind, self.backend, dtype, rows)
 
-    def depth_policy(self, adaptive: bool) -> DepthPolicy:
-        """How many drafts are verified: chosen in every step, or always those wanted.
+    def depth_policy(self, adaptive: bool, temperature: float) -> DepthPolicy:
+        """How many drafts are verified: chosen in every step, or always those wanted. `temperature` is the text's.
 
         Without measured costs every row counts as free, so that an adaptive policy verifies all.
         """
         known = {}
-        if self.speculation.calibration:
-            found = self.speculation.calibration
+        found = self.speculation.calibration_for(temperature)
+        if found is not None:
             known = {"slope": found.slope, "bias": found.bias, "acceptance": found.acceptance}
         if self.step_costs:
             known["costs"] = self.step_costs
@@ -224,15 +224,16 @@ class LanguageModel:
             raise UsageError("lookup needs a checkpoint with a drafter; leave it out")
         if repeat_limit < 0 or repeat_limit == 1:
             raise UsageError(f"repeat_limit is {repeat_limit}, expected 0 (off), or 2 and more")
+        sampling = sampling or SamplingParams.make(temperature=0.0)
         return programs.make_control(
             k,
             max(k, min(draft.block_size, limit)) if draft else 0,
-            sampling or SamplingParams.make(temperature=0.0),
+            sampling,
             seed_key(seed),
             stop_ids,
             draft_sampling=draft_sampling,
             blockwise=rule == "block",
-            depth=self.depth_policy(adaptive),
+            depth=self.depth_policy(adaptive, float(sampling.temperature)),
             lookup=LookupPolicy.make(on=lookup, length=limit if adaptive else k),
             repeat_limit=repeat_limit,
         )

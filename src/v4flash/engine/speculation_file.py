@@ -4,8 +4,8 @@ Knows: the file's form, and when its costs may be used. Does not know: how anyth
 how a depth is chosen from it (speculative/depth.py).
 
 `speculation.json` beside the weights is used without being asked for. Calibration and usual acceptance belong to
-the weights; costs belong to a device, a backend, a number type, and a row count, and count only where all four are
-the same.
+the weights and to a temperature: greedy drafts are accepted more often than drawn ones, for the same confidence. Costs
+belong to a device, a backend, a number type, and a row count, and count only where all four are the same.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from typing import Any
 from v4flash.checkpoint.safetensors_file import write_atomically
 from v4flash.errors import UsageError
 
-SCHEMA = 1
+SCHEMA = 2
 NAME = "speculation.json"
 
 
@@ -26,11 +26,13 @@ class Calibration:
     """The drafter's confidence made honest, by draft position.
 
     Attributes:
+      temperature: of the texts it was fitted to.
       slope, bias: chance = sigmoid(slope * log-odds of confidence + bias).
       acceptance: share of drafts accepted when those before them were.
       pairs: how many judged drafts each position was fitted from.
     """
 
+    temperature: float
     slope: list[float]
     bias: list[float]
     acceptance: list[float]
@@ -57,10 +59,14 @@ class StepCosts:
 
 @dataclasses.dataclass(frozen=True)
 class SpeculationFile:
-    """Both parts; either may be absent."""
+    """Calibrations, one for each temperature measured, and costs; either may be absent."""
 
-    calibration: Calibration | None = None
+    calibrations: list[Calibration] = dataclasses.field(default_factory=list)
     costs: StepCosts | None = None
+
+    def calibration_for(self, temperature: float) -> Calibration | None:
+        """The calibration of the nearest temperature."""
+        return min(self.calibrations, key=lambda found: abs(found.temperature - temperature), default=None)
 
     def costs_for(self, device: str, backend: str, dtype: str, rows: int) -> list[float] | None:
         """The costs if they were measured with this device kind, backend, number type and row count."""
@@ -88,8 +94,10 @@ def read(path: Path) -> SpeculationFile:
     try:
         if document["schema"] != SCHEMA:
             raise ValueError(f"schema {document['schema']}, expected {SCHEMA}")
-        calibration, costs = document["calibration"], document["costs"]
-        found = SpeculationFile(calibration and Calibration(**calibration), costs and StepCosts(**costs))
+        calibrations, costs = document["calibrations"], document["costs"]
+        found = SpeculationFile(
+            [Calibration(**fitted) for fitted in calibrations], costs and StepCosts(**costs)
+        )
         _check(found)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(
@@ -105,11 +113,12 @@ def beside(checkpoint: Path) -> SpeculationFile:
 
 
 def _check(found: SpeculationFile) -> None:
-    numbers: dict[str, Any] = {}
-    if found.calibration:
-        numbers |= {name: getattr(found.calibration, name) for name in ("slope", "bias", "acceptance")}
+    numbers: list[tuple[str, Any]] = []
+    for fitted in found.calibrations:
+        numbers += [(name, getattr(fitted, name)) for name in ("slope", "bias", "acceptance")]
+        numbers.append(("temperature", [fitted.temperature]))
     if found.costs:
-        numbers["milliseconds"] = found.costs.milliseconds
-    for name, values in numbers.items():
+        numbers.append(("milliseconds", found.costs.milliseconds))
+    for name, values in numbers:
         if not values or not all(math.isfinite(value) for value in values):
             raise ValueError(f"{name} is {values}, expected numbers")
