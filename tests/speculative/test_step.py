@@ -53,7 +53,8 @@ def test_rounded_arithmetic_has_the_same_bits_for_every_draft_length(family):
 @pytest.mark.parametrize("quantise", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_accept_count_at_every_alignment(family, quantise):
-    for length in [*range(1, 40), *range(120, 136), *range(252, 262)]:
+    # All remainders of 4 and 128 in exact arithmetic; rounding changes numbers, not places.
+    for length in [*range(1, 40), *range(120, 136), *range(252, 262)] if quantise else range(1, 137):
         check_all_accept_counts(family, quantise, ROWS, length, range(1, 8))
         check_all_accept_counts(family, quantise, WIDE_ROWS, length, (8, 9))
 
@@ -65,10 +66,11 @@ def test_wide_program_takes_up_to_nine_drafts(family):
 
 
 @pytest.mark.parametrize(("rows", "k"), [*((ROWS, k) for k in range(1, 8)), (WIDE_ROWS, 8), (WIDE_ROWS, 9)])
-def test_random_drafts_never_change_the_text(rows, k):
-    stream = started("v4", False, rows, 30)
-    tokens, _ = plain("v4", False, rows, stream, 24)
-    _, run_step = programs("v4", False, rows)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_random_drafts_never_change_the_text(family, rows, k):
+    stream = started(family, False, rows, 30)
+    tokens, _ = plain(family, False, rows, stream, 24)
+    _, run_step = programs(family, False, rows)
     script = jnp.asarray(np.random.default_rng(k).integers(0, 95, CONTEXT + rows), jnp.int32)
     emitted = []
     while len(emitted) < 24:
