@@ -176,7 +176,9 @@ def measure(
         everything: list[Decoded] = []
         for kind, class_prompts in prompts.items():
             texts = []
-            for seed, prompt in enumerate(class_prompts):
+            for prompt in class_prompts:
+                # A seed of its own: texts that draw alike at a position share their luck, and no error bar counts that.
+                seed = len(everything) + len(texts)
                 text = decode(model, prompt, k, temperature, seed, budget, rule)
                 if temperature > 0:
                     text = with_chances(model, chances, text, k, temperature, seed, rule)
