@@ -42,6 +42,18 @@ def logits_argmax(x: jax.Array, weight: jax.Array, *, logits: bool = False):
         LOGITS=logits,
         WARPS=warps,
     )
+    best = best_of(tile_best, count, row=2 * count, tile=2, part=1)
+    return (*best, full) if logits else best
+
+
+def best_of(
+    tile_best: jax.Array, count: int, *, row: int, tile: int, part: int
+) -> tuple[jax.Array, jax.Array]:
+    """Each row's best token int32 [8] and its logit float32 [8] among `count` winners a row.
+
+    `tile_best` holds pairs of int32 as `kernels.tile_winners` writes them; rows, tiles and the parts of a pair lie
+    `row`, `tile` and `part` numbers apart.
+    """
     one = jax.ShapeDtypeStruct((tiles.ROWS,), jnp.int32)
     token, logit = launch.call(
         kernels.winners,
@@ -51,5 +63,8 @@ def logits_argmax(x: jax.Array, weight: jax.Array, *, logits: bool = False):
         num_warps=8,
         TILES=count,
         PADDED=1 << (count - 1).bit_length(),
+        ROW=row,
+        TILE=tile,
+        PART=part,
     )
-    return (token, logit, full) if logits else (token, logit)
+    return token, logit

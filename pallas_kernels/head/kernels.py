@@ -59,13 +59,26 @@ def tile_winners(
 
 
 @triton.jit
-def winners(tiles_ptr, token_ptr, logit_ptr, TILES: tl.constexpr, PADDED: tl.constexpr):
-    """The best of a row's tile winners int32 [8, TILES, 2]: token int32 [8] and logit float32 [8]. Grid (8,)."""
+def winners(
+    tiles_ptr,
+    token_ptr,
+    logit_ptr,
+    TILES: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROW: tl.constexpr,
+    TILE: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """The best of a row's TILES winners: token int32 [8] and logit float32 [8]. Grid (8,).
+
+    A winner is a pair of int32 as `tile_winners` writes it; rows, tiles and the parts of a pair lie ROW, TILE and PART
+    numbers apart.
+    """
     row = tl.program_id(0)
     tile = tl.arange(0, PADDED)
-    place = tiles_ptr + (row * TILES + tile) * 2
+    place = tiles_ptr + row * ROW + tile * TILE
     order = tl.load(place, mask=tile < TILES, other=-0x80000000)
-    rest = tl.load(place + 1, mask=tile < TILES, other=0)
+    rest = tl.load(place + PART, mask=tile < TILES, other=0)
     best = tl.max((order.to(tl.int64) << 32) | rest.to(tl.int64), 0)
     order = (best >> 32).to(tl.int32)
     bits = order ^ ((order >> 31) & _LAST)
