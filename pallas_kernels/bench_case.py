@@ -49,7 +49,8 @@ class OperationCase:
       fused: (shared, own) -> the outputs by name, and the shared operands of the next call, which depend on them.
       reference: (shared, own) -> the same outputs by the operation's definition.
       tolerances: the largest `error` of each output.
-      interpreted: whether Triton's interpreter can run the body at this size (it has no tensor core instructions).
+      interpreted: whether an interpreter can run the body at this size (Triton's has no tensor core instructions).
+      capability: the one compute capability that the fused body is written for, None if it is for all of them.
     """
 
     operation: str
@@ -62,6 +63,7 @@ class OperationCase:
     reference: Callable[[Any, Any], Outputs]
     tolerances: Mapping[str, float]
     interpreted: bool = False
+    capability: str | None = None
 
     @property
     def model(self) -> str:

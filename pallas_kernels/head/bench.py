@@ -1,5 +1,8 @@
 """The head as cases to check and to time."""
 
+import dataclasses
+import importlib
+
 import jax.numpy as jnp
 
 from pallas_kernels import bench_case
@@ -11,20 +14,31 @@ CALLS = 4  # over one head, for it is larger than any cache
 
 
 def cases() -> tuple[OperationCase, ...]:
-    """The best token of 8 rows with the logits, as a drafter and a verifying pass need them."""
-    return tuple(_case(name, spec) for name, spec in SPECS.items() if name in bench_case.MODELS)
+    """The best token of 8 rows with the logits, as a drafter and a verifying pass need them, by both bodies."""
+    specs = [(name, spec) for name, spec in SPECS.items() if name in bench_case.MODELS]
+    return tuple(body(name, spec) for name, spec in specs for body in (_triton, _mosaic))
 
 
-def _case(name: str, spec: HeadSpec) -> OperationCase:
+def _triton(name: str, spec: HeadSpec) -> OperationCase:
+    """What a step launches."""
+    return _case(f"{name} head", spec, "fused", ("tile_winners", "winners"))
+
+
+def _mosaic(name: str, spec: HeadSpec) -> OperationCase:
+    # Of the sizes that the interpreters are quick enough for; they need no tensor core here.
+    case = _case(f"{name} head, Mosaic", spec, "mosaic", ("streamed_winners", "winners"))
+    return dataclasses.replace(case, capability="9.0", interpreted=name == "demo")
+
+
+def _case(name: str, spec: HeadSpec, body: str, kernels: tuple[str, ...]) -> OperationCase:
     def fused(shared, _):
-        from pallas_kernels.head import fused as launches
-
+        launches = importlib.import_module(f"pallas_kernels.head.{body}")
         x, weight = shared
         token, best, logits = launches.logits_argmax(x, weight, logits=True)
         return _named(token, best, logits), (nudged(x, token[:, None]), weight)
 
     return OperationCase(
-        "head", f"{name} head", ("tile_winners", "winners"), bench_case.tree_bytes(spec.weight()), CALLS,
+        "head", name, kernels, bench_case.tree_bytes(spec.weight()), CALLS,
         lambda calls: ((random_rows(1, spec.input()), random_bf16(0, spec.weight())), [None] * calls),
         fused, lambda shared, _: _named(*reference.logits_argmax(*shared, logits=True)),
         {"token": EXACT, "best": SUMS, "logits": SUMS},

@@ -1,6 +1,8 @@
 """Checking and timing of operations: verdicts, figures of made-up profiles, and what a machine is refused for."""
 
+import dataclasses
 import json
+import types
 
 import jax.numpy as jnp
 import pytest
@@ -85,6 +87,18 @@ def test_a_cpu_is_refused():
         kernel_cases.runnable([doubling("demo right", 2)])
     with pytest.raises(CapacityError, match="nothing to time without one"):
         kernel_cases.bench([doubling("demo right", 2)], print)
+
+
+def test_cases_for_another_gpu_are_left_out(monkeypatch):
+    hopper = dataclasses.replace(doubling("demo hopper", 2), capability="9.0")
+    every = doubling("demo every", 2)
+    monkeypatch.setattr(kernel_cases, "_require_gpu", lambda instead: None)
+    for capability, kept in (("9.0", (hopper, every)), ("10.3", (every,))):
+        gpu = types.SimpleNamespace(compute_capability=capability)
+        monkeypatch.setattr(kernel_cases, "current_device", lambda gpu=gpu: gpu)
+        assert kernel_cases.runnable([hopper, every]) == kept
+    with pytest.raises(CapacityError, match="demo hopper runs on compute capability 9.0 alone, found 10.3"):
+        kernel_cases.runnable([hopper])
 
 
 def test_the_interpreter_runs_what_it_can(monkeypatch):

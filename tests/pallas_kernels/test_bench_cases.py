@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu
 
 import pallas_kernels
 from pallas_kernels import bench_case, launch, registry
@@ -37,6 +38,8 @@ def launched_kernels(folder: Path) -> set[str]:
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch.call":
                 found.add(ast.unparse(node.args[0]).removeprefix("kernels."))
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "plgpu.kernel":
+                found.update(word.value.value for word in node.keywords if word.arg == "kernel_name")
     return found
 
 
@@ -62,13 +65,18 @@ def signature(tree):
 @pytest.mark.parametrize("operation", registry.OPERATIONS)
 def test_both_bodies_take_the_operands(operation, monkeypatch):
     """Traced at the real shapes: the same outputs from both, the kernels that are named, and a chain that goes on."""
-    launched, call = [], launch.call
+    launched, call, mosaic_kernel = [], launch.call, mosaic_gpu.kernel
 
     def recorded(kernel, *operands, **settings):
         launched.append(kernel.fn.__name__)
         return call(kernel, *operands, **settings)
 
+    def recorded_mosaic(body, *, kernel_name, **settings):
+        launched.append(kernel_name)
+        return mosaic_kernel(body, kernel_name=kernel_name, **settings)
+
     monkeypatch.setattr(launch, "call", recorded)
+    monkeypatch.setattr(mosaic_gpu, "kernel", recorded_mosaic)
     with launch.compiling_for(90):
         for case in registry.cases():
             if case.operation != operation:

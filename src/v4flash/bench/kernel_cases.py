@@ -36,9 +36,9 @@ _MOST_THREADS = 8
 
 
 def runnable(cases: Sequence[OperationCase]) -> tuple[OperationCase, ...]:
-    """The cases that can run here: all on a GPU that the kernels are made for, some in Triton's interpreter.
+    """The cases that can run here: on a GPU those that are made for it, in Triton's interpreter some.
 
-    Raises CapacityError where neither is there.
+    Raises CapacityError where none can.
     """
     _require_packages()
     if launch.INTERPRETED:
@@ -50,7 +50,7 @@ def runnable(cases: Sequence[OperationCase]) -> tuple[OperationCase, ...]:
             )
         return chosen
     _require_gpu("set TRITON_INTERPRET=1 to check the demo's cases in Triton's interpreter")
-    return tuple(cases)
+    return _made_for_this_gpu(cases)
 
 
 def _require_packages() -> None:
@@ -73,6 +73,16 @@ def _require_gpu(instead: str) -> None:
             f"the kernels run on an NVIDIA GPU of compute capability {' or '.join(CAPABILITIES)}, found {found}; "
             f"{instead}"
         )
+
+
+def _made_for_this_gpu(cases: Sequence[OperationCase]) -> tuple[OperationCase, ...]:
+    found = getattr(current_device(), "compute_capability", None)
+    chosen = tuple(case for case in cases if case.capability in (None, found))
+    if not chosen:
+        raise CapacityError(
+            f"{cases[0].name} runs on compute capability {cases[0].capability} alone, found {found}; choose other cases"
+        )
+    return chosen
 
 
 def _device() -> dict[str, str]:
@@ -130,9 +140,9 @@ def bench(
 ) -> dict[str, Any]:
     """Times every case's chain, then the definitions as XLA compiles them; needs a GPU.
 
-    `say` hears one line of progress at a time; `keep` gets the record, unfinished at first, after each case.
-    Returns the record, JSON-ready: rates are over the bytes that a call has to read. Raises CapacityError where no
-    such GPU is there.
+    Cases for another GPU are left out. `say` hears one line of progress at a time; `keep` gets the record, unfinished
+    at first, after each case. Returns the record, JSON-ready: rates are over the bytes that a call has to read. Raises
+    CapacityError where no such GPU is there.
     """
     _require_packages()
     if launch.INTERPRETED:
@@ -140,6 +150,7 @@ def bench(
             "Triton's interpreter has no times worth knowing; unset TRITON_INTERPRET to bench"
         )
     _require_gpu("there is nothing to time without one")
+    cases = _made_for_this_gpu(cases)
     rows = [_named(case) | {"bytes": case.bytes, "calls": case.calls} for case in cases]
     record = {"schema": BENCH_SCHEMA, "device": _device(), "repeats": REPEATS, "cases": rows}
 

@@ -68,6 +68,7 @@ def run_list(options: argparse.Namespace) -> int:
                 "kernels": list(case.kernels),
                 "bytes": case.bytes,
                 "interpreted": case.interpreted,
+                "capability": case.capability,
             }
             for case in _chosen(options)
         ],
