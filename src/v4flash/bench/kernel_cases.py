@@ -60,7 +60,7 @@ def _require_packages() -> None:
             f"the kernels need the package {missing[0]}, which is not installed; install the gpu extra"
         )
     # Now, while there is one thread: two that import a package at once may each see half of it.
-    for package in (*PACKAGES, "triton.language"):
+    for package in (*PACKAGES, "triton.language", "jax.experimental.pallas.mosaic_gpu"):
         importlib.import_module(package)
 
 
