@@ -17,6 +17,7 @@ OPERATIONS = (
     "attention_input",
     "router",
     "attention",
+    "attention_output",
     "key_rows",
     "index_selection",
     "engram",

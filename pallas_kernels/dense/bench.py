@@ -1,11 +1,9 @@
 """The dense products as cases to check and to time."""
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import bench_case
 from pallas_kernels.bench_case import (
-    ROUNDED,
     SUMS,
     OperationCase,
     nudged,
@@ -16,14 +14,11 @@ from pallas_kernels.bench_case import (
 from pallas_kernels.dense import reference
 from pallas_kernels.dense.specs import EXACT_PRODUCTS, PRODUCTS, ExactSpec, ProductSpec
 
-FINISHED = ("v4-flash wo_a", "v4.1-flash wo_a", "demo wo_a")
-
 
 def cases() -> tuple[OperationCase, ...]:
-    """Every FP8 product, those that one launch finishes, and the exact ones that stand alone."""
+    """Every FP8 product, and the exact ones that stand alone."""
     return (
         *(_product_case(name, spec) for name, spec in PRODUCTS.items()),
-        *(_finished_case(name, PRODUCTS[name]) for name in FINISHED),
         *(_exact_case(name, spec) for name, spec in EXACT_PRODUCTS.items() if spec.beside is None),
     )
 
@@ -47,34 +42,6 @@ def _product_case(name: str, spec: ProductSpec) -> OperationCase:
 
 def _matrices(spec: ProductSpec, calls: int) -> list:
     return [random_fp8(seed, spec.matrix(), spec.block) for seed in range(calls)]
-
-
-def _finished_case(name: str, spec: ProductSpec) -> OperationCase:
-    options = dict(round_block=spec.block, dtype=jnp.dtype(spec.dtype), groups=spec.groups)
-
-    def operands(calls):
-        from pallas_kernels import device_barrier
-        from pallas_kernels.dense import fused as launches
-
-        words = launches.ticket_words(spec.rows, spec.block)
-        counters = device_barrier.counters(-(-words // device_barrier.LINE_WORDS))
-        return (random_rows(calls, spec.input(), spec.block), counters), _matrices(spec, calls)
-
-    def fused(shared, matrix):
-        from pallas_kernels.dense import fused as launches
-
-        x, counters = shared
-        made, counters = launches.finished_product(x, matrix, counters, scale_block=spec.block, **options)
-        return {"rounded": made, "counters": counters}, (nudged(x, made[:, :1]), counters)
-
-    def definition(shared, matrix):
-        return {"rounded": reference.finished_product(shared[0], matrix, **options), "counters": shared[1]}
-
-    size = spec.matrix().bytes
-    return OperationCase(
-        "dense", f"{name} finished product", ("fp8_product_finished",), size, bench_case.calls_for(size), operands,
-        fused, definition, {"rounded": ROUNDED, "counters": bench_case.EXACT},
-    )  # fmt: skip
 
 
 def _exact_case(name: str, spec: ExactSpec) -> OperationCase:

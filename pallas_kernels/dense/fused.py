@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from pallas_kernels import launch, tiles
 from pallas_kernels.dense import kernels
 from pallas_kernels.dense.packing import bfloat_terms, half_terms
-from pallas_kernels.device_numbers import triton_type
 from pallas_kernels.tiles import PackedMatrix
 
 # Programs that keep an H200 busy without a second, half-empty wave; from the shapes measured there.
@@ -51,49 +50,6 @@ def product(
     return launch.call(kernels.fp8_product, terms, *matrix, outputs=outputs, FENCED=fenced, **settings)[0]
 
 
-def finished_product(
-    x: jax.Array,
-    matrix: PackedMatrix,
-    counters: jax.Array,
-    *,
-    scale_block: int,
-    round_block: int,
-    dtype,
-    groups: int = 1,
-    first_ticket: int = 0,
-) -> tuple[jax.Array, jax.Array]:
-    """`reference.finished_product` in one launch: rows [R, N], and the counters for the next kernel.
-
-    Args: as there and of `product`, and
-      counters: from `device_barrier.counters`, with `ticket_words` words from `first_ticket` on that hold zeros.
-    """
-    terms, settings = _fp8_launch(x, matrix, scale_block, groups)
-    width = settings["TILES"] * tiles.TILE
-    if round_block % tiles.TILE or round_block and width % round_block:
-        raise ValueError(
-            f"{width} columns in rounding blocks of {round_block}, expected a multiple of 32 that divides"
-        )
-    out = jax.ShapeDtypeStruct((tiles.ROWS, width), jnp.float16 if round_block else dtype)
-    made = launch.call(
-        kernels.fp8_product_finished,
-        terms,
-        *matrix,
-        counters,
-        outputs=[
-            out,
-            partial(settings["SPLITS"], settings["TILES"]),
-            jax.ShapeDtypeStruct(counters.shape, counters.dtype),
-        ],
-        aliases={3: 2},
-        **settings,
-        JOINED=_joined(round_block),
-        DTYPE=triton_type(dtype),
-        ROUND=bool(round_block),
-        TICKETS=first_ticket,
-    )
-    return made[0], made[2]
-
-
 def _fp8_launch(
     x: jax.Array,
     matrix: PackedMatrix,
@@ -124,16 +80,6 @@ def fp8_settings(
         grid=(count * splits,), num_warps=warps, BLOCKS=columns // tiles.BLOCK, TILES=count, SPLITS=splits,
         SCALED=scale_block, BFLOAT=x.dtype == jnp.bfloat16, TERMS=2 if x.dtype == jnp.float32 else 1, WARPS=warps,
     )  # fmt: skip
-
-
-def ticket_words(width: int, round_block: int) -> int:
-    """Words of the counters that `finished_product` of N = width columns needs."""
-    return width // (tiles.TILE * _joined(round_block))
-
-
-def _joined(round_block: int) -> int:
-    """Tiles that one program finishes."""
-    return round_block // tiles.TILE if round_block else 1
 
 
 def exact_product(x: jax.Array, weight: jax.Array, *, splits: int | None = None) -> jax.Array:

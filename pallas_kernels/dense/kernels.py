@@ -8,10 +8,8 @@ A program is one tile of 32 weight rows and one of SPLITS shares of the columns;
 import triton
 import triton.language as tl
 
-from pallas_kernels.device_barrier import clear, count_out, is_last, wait
-from pallas_kernels.device_numbers import round_activations, rounded
+from pallas_kernels.device_barrier import clear, count_out, wait
 from pallas_kernels.device_prefetch import prefetch
-from pallas_kernels.device_tiles import partial_sum
 from pallas_kernels.register_mma import bf16, fp8, lanes
 
 
@@ -26,7 +24,7 @@ def _store(sums, tile, split, out_ptr, TILES: tl.constexpr, WARPS: tl.constexpr)
 
 
 @triton.jit
-def _fp8_program(
+def fp8_program(
     program,
     rows_ptr,
     words_ptr,
@@ -71,7 +69,7 @@ def prefetch_fp8(
     program, words_ptr, BLOCKS: tl.constexpr, TILES: tl.constexpr, SPLITS: tl.constexpr, WARPS: tl.constexpr,
     FIRST: tl.constexpr = 0,
 ):  # fmt: skip
-    """Asks for the words that `_fp8_program` of the same number reads, from its turn FIRST on."""
+    """Asks for the words that `fp8_program` of the same number reads, from its turn FIRST on."""
     CHUNKS: tl.constexpr = (BLOCKS + 3) // 4
     tile, split = program % TILES, program // TILES
     words = words_ptr + tile.to(tl.int64) * (CHUNKS * 1024)
@@ -102,7 +100,7 @@ def waiting_fp8_program(
     HELD: tl.constexpr,
     WARPS: tl.constexpr,
 ):
-    """`_fp8_program` of rows that ARRIVALS programs of smaller numbers write, which then arrive at LINE.
+    """`fp8_program` of rows that ARRIVALS programs of smaller numbers write, which then arrive at LINE.
 
     Meanwhile HELD halves (0, 1 or 2) of the weights of its first turn, if that is a whole one, come into registers, the
     rest into the second-level cache. `waiters`: how many programs wait at the line.
@@ -199,68 +197,10 @@ def fp8_product(
     of the weight scales, 128 or 32. BFLOAT: the rows are bf16. FENCED:
     keep weight loads together. Grid (TILES * SPLITS,).
     """
-    _fp8_program(
+    fp8_program(
         tl.program_id(0), rows_ptr, words_ptr, scales_ptr, out_ptr,
         BLOCKS, TILES, GROUPS, SPLITS, SCALED, BFLOAT, TERMS, FENCED, WARPS,
     )  # fmt: skip
-
-
-@triton.jit
-def finish_block(
-    partial_ptr,
-    out_ptr,
-    block,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROUND: tl.constexpr,
-):
-    """Adds a block's shares of the columns, rounds the sums to DTYPE and, with ROUND, as activations of one block.
-
-    partial float32 [SPLITS, 8, WIDTH]; out [8, WIDTH], of which the BLOCK columns from block * BLOCK are written.
-    """
-    place = tl.arange(0, 8)[:, None] * WIDTH + block * BLOCK + tl.arange(0, BLOCK)[None, :]
-    total = rounded(partial_sum(partial_ptr, place, place >= 0, SPLITS, 8 * WIDTH), DTYPE)
-    if ROUND:
-        total = round_activations(total, 1)
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty))
-
-
-@triton.jit
-def fp8_product_finished(
-    rows_ptr,
-    words_ptr,
-    scales_ptr,
-    counters_in,
-    out_ptr,
-    partial_ptr,
-    counters,
-    BLOCKS: tl.constexpr,
-    TILES: tl.constexpr,
-    GROUPS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SCALED: tl.constexpr,
-    BFLOAT: tl.constexpr,
-    TERMS: tl.constexpr,
-    WARPS: tl.constexpr,
-    JOINED: tl.constexpr,
-    DTYPE: tl.constexpr,
-    ROUND: tl.constexpr,
-    TICKETS: tl.constexpr,
-):
-    """`fp8_product`, and whoever finishes a block of JOINED tiles last adds its shares and rounds them.
-
-    out [8, 32 * TILES]; tickets are the words of `counters` from TICKETS on, one a block. Grid (TILES * SPLITS,).
-    """
-    program = tl.program_id(0)
-    _fp8_program(
-        program, rows_ptr, words_ptr, scales_ptr, partial_ptr,
-        BLOCKS, TILES, GROUPS, SPLITS, SCALED, BFLOAT, TERMS, False, WARPS,
-    )  # fmt: skip
-    block = program % TILES // JOINED
-    if is_last(counters + TICKETS + block, 0, JOINED * SPLITS):
-        finish_block(partial_ptr, out_ptr, block, 32 * TILES, 32 * JOINED, SPLITS, DTYPE, ROUND)
 
 
 @triton.jit

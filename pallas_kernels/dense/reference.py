@@ -7,7 +7,7 @@ were joined. Source: DeepSeek inference/model.py (`Linear`, and the grouped `wo_
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import formats, tiles
+from pallas_kernels import tiles
 from pallas_kernels.tiles import PackedMatrix
 
 
@@ -23,17 +23,6 @@ def product(x: jax.Array, matrix: PackedMatrix, *, groups: int = 1) -> jax.Array
     weight = weight.reshape(groups, -1, weight.shape[1])[..., : x.shape[2]]
     result = jnp.einsum("tgk,gnk->tgn", x, weight, precision=jax.lax.Precision.HIGHEST)
     return result.reshape(1, x.shape[0], -1)
-
-
-def finished_product(
-    x: jax.Array, matrix: PackedMatrix, *, round_block: int, dtype, groups: int = 1
-) -> jax.Array:
-    """`product` as its reader wants it: [R, N] rounded to `dtype` and, in blocks of `round_block`, as activations.
-
-    The result is float16 where it is rounded as activations; `round_block` 0 leaves it at `dtype`.
-    """
-    made = product(x, matrix, groups=groups)[0].astype(dtype)
-    return formats.fp8_round_trip(made, round_block).astype(jnp.float16) if round_block else made
 
 
 def exact_product(x: jax.Array, weight: jax.Array) -> jax.Array:

@@ -59,18 +59,6 @@ def test_fp8_products(name):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [name for name in PRODUCTS if name.endswith("wo_a")])
-def test_finished_products(name):
-    spec = dense_specs.PRODUCTS[name]
-    _check(
-        lambda x, matrix, counters: dense.finished_product(
-            x, matrix, counters, scale_block=spec.block, round_block=spec.block, dtype=jnp.bfloat16,
-            groups=spec.groups,
-        ),
-        spec.input(), spec.matrix(), jax.ShapeDtypeStruct((32 * 32,), jnp.int32),
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize("name", EXACT_PRODUCTS)
 def test_exact_products(name):
     spec = dense_specs.EXACT_PRODUCTS[name]

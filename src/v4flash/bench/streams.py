@@ -12,7 +12,7 @@ from pallas_kernels.bench_case import tree_bytes
 from v4flash.model.fused.arena import Arena
 from v4flash.model.fused.packing import PackedLayer, PackedModel
 
-PRODUCTS = ("fp8_product", "fp8_product_finished", "boundary_and_products", "cache_writes_and_queries")
+PRODUCTS = ("fp8_product", "boundary_and_products", "cache_writes_and_queries", "output_projection")
 
 
 def stream_bytes(

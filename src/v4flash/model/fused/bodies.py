@@ -10,6 +10,7 @@ from pallas_kernels.attention import reference as attention
 from pallas_kernels.attention.reference import FarKeys
 from pallas_kernels.attention.specs import AttentionSpec
 from pallas_kernels.attention_input import reference as attention_input
+from pallas_kernels.attention_output import reference as attention_output
 from pallas_kernels.dense import reference as dense
 from pallas_kernels.engram import reference as engram
 from pallas_kernels.engram.reference import Memory
@@ -79,14 +80,16 @@ class ReferenceBodies:
         made = boundaries.boundary(spec, streams, norm, projection, coefficients, output)
         return made, *routing.route(router, made.x, gate, count, tokens)
 
-    def product(self, x: jax.Array, matrix: PackedMatrix, groups: int = 1) -> jax.Array:
+    def product(self, x: jax.Array, matrix: PackedMatrix) -> jax.Array:
         """An FP8 product, unsummed: float32 [S, R, N]."""
-        return dense.product(x, matrix, groups=groups)
+        return dense.product(x, matrix)
 
-    def finished_product(self, x: jax.Array, matrix: PackedMatrix, groups: int) -> jax.Array:
-        """An FP8 product as the next one reads it: [R, N], rounded where the model rounds."""
-        return dense.finished_product(
-            x, matrix, round_block=self.round_block, dtype=self.dtype, groups=groups
+    def project_output(
+        self, heads: jax.Array, first: PackedMatrix, second: PackedMatrix, groups: int
+    ) -> jax.Array:
+        """The grouped low-rank projection of attention's heads, unsummed: float32 [S, R, D]."""
+        return attention_output.project(
+            heads, first, second, groups=groups, round_block=self.round_block, dtype=self.dtype
         )
 
     def write(self, rows: Rows, caches: Caches, length: jax.Array, count: jax.Array, spec: RowSpec) -> Caches:
@@ -186,6 +189,7 @@ class FusedBodies(ReferenceBodies):
         from pallas_kernels import device_barrier
         from pallas_kernels.attention import kernels as attention_kernels
         from pallas_kernels.attention_input import fused as input_launches
+        from pallas_kernels.attention_output import fused as output_launches
         from pallas_kernels.dense import fused as dense_launches
         from pallas_kernels.engram import fused as engram_launches
         from pallas_kernels.experts import fused as expert_launches
@@ -200,18 +204,18 @@ class FusedBodies(ReferenceBodies):
         self._attention, self._dense, self._experts = attention_kernels, dense_launches, expert_launches
         self._head, self._boundaries, self._index = head_launches, boundary_launches, index_kernels
         self._rows, self._router, self._chain = row_launches, router_launches, chain_launches
-        self._engram, self._attention_input = engram_launches, input_launches
+        self._engram = engram_launches
+        self._attention_input, self._attention_output = input_launches, output_launches
         lines = (
             attention_kernels.counter_lines(rows, specs.attention_spec(config, numerics)),
             boundary_launches.COUNTER_LINES,
             input_launches.COUNTER_LINES,
             router_launches.COUNTER_LINES,
             row_launches.COUNTER_LINES,
+            output_launches.counter_lines(config.o_groups * config.o_lora_rank, self.round_block),
             chain_launches.COUNTER_LINES,
         )
-        words = dense_launches.ticket_words(config.o_groups * config.o_lora_rank, self.round_block)
-        self._first_ticket = max(lines) * device_barrier.LINE_WORDS
-        self.counters = device_barrier.counters(max(lines) + -(-words // device_barrier.LINE_WORDS))
+        self.counters = device_barrier.counters(max(lines))
 
     def boundary(self, spec, source, norm, projection, coefficients, output, **options):
         made, self.counters = self._boundaries.boundary(
@@ -236,13 +240,13 @@ class FusedBodies(ReferenceBodies):
         )
         return made, routes, ids
 
-    def product(self, x, matrix, groups=1):
-        return self._dense.product(x, matrix, scale_block=self.block, groups=groups)
+    def product(self, x, matrix):
+        return self._dense.product(x, matrix, scale_block=self.block)
 
-    def finished_product(self, x, matrix, groups):
-        made, self.counters = self._dense.finished_product(
-            x, matrix, self.counters, scale_block=self.block, round_block=self.round_block, dtype=self.dtype,
-            groups=groups, first_ticket=self._first_ticket,
+    def project_output(self, heads, first, second, groups):
+        made, self.counters = self._attention_output.project(
+            heads, first, second, self.counters, groups=groups, scale_block=self.block,
+            round_block=self.round_block, dtype=self.dtype,
         )  # fmt: skip
         return made
 

@@ -3,7 +3,7 @@
 Knows: how the operations of a layer follow each other and which columns of a joined product are whose. Does not know:
 which body an operation has, or how layers follow each other.
 
-    boundary and products -> cache writes and queries -> [index] -> attention -> wo_a -> wo_b
+    boundary and products -> cache writes and queries -> [index] -> attention -> wo_a and wo_b
     boundary and router -> experts' gate and up -> down -> (the next boundary sums)
 
 Products hand on float32 partial sums; the reader adds them and rounds to the model's type.
@@ -220,8 +220,7 @@ def attend_block(run: Pass, pack: PackedLayer, projected: Projected, ring: jax.A
 
 def project_output(run: Pass, pack: PackedLayer, heads: jax.Array) -> jax.Array:
     """The grouped low-rank output projection of heads [R, H * d], in parts [S, R, D]."""
-    latent = run.ops.finished_product(heads, pack.matrix("wo_a"), run.config.o_groups)
-    return run.ops.product(latent, pack.matrix("wo_b"))
+    return run.ops.project_output(heads, pack.matrix("wo_a"), pack.matrix("wo_b"), run.config.o_groups)
 
 
 def feed_forward(
