@@ -157,7 +157,7 @@ def clear(counters, line: tl.constexpr, waiters, before):
 
 
 @triton.jit
-def is_last(counters, line: tl.constexpr, programs: tl.constexpr):
+def is_last(counters, line: tl.constexpr, programs):
     """True in the last of `programs` programs to call this; that one sees the writes of all the others."""
     tl.debug_barrier()
     before = tl.atomic_add(counters + line * LINE, 1, sem="acq_rel", scope="gpu")

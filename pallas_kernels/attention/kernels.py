@@ -2,12 +2,16 @@
 
 Knows: how rows, heads and keys are shared among programs. Does not know: the meaning (`reference`).
 
-A program takes one row, a block of heads and one of `splits` parts of the row's keys, and leaves an unnormalised
-sum, a maximum and a denominator. The last program of a row and block of heads to finish (`device_barrier`) adds
-the parts up in their order. A row's bits depend on its own keys and position only, never on its neighbours.
+A program takes one row, a block of heads and one of up to `splits` parts of the row's keys, and leaves an
+unnormalised sum, a maximum and a denominator. The last program of a row and block of heads to finish
+(`device_barrier`) adds the parts up in their order. Few keys are one part, and nothing is left to add up. A row's bits
+depend on its own keys and position only, never on its neighbours.
 
     key tiles of a row     | near | near | near | near | far | far | ... |
     parts                  |---- 0 ----|---- 1 ----|---- ...        (equal numbers of tiles)
+
+Keys are few bytes and their way is long. All programs, those without a part too, ask for weights of the launch behind
+this one meanwhile.
 """
 
 import jax
@@ -19,6 +23,7 @@ from pallas_kernels import launch, tuning
 from pallas_kernels.attention.reference import Block, Chosen, FarKeys, Visible
 from pallas_kernels.attention.specs import AttentionSpec
 from pallas_kernels.device_barrier import LINE, LINE_WORDS, is_last
+from pallas_kernels.device_prefetch import prefetch_share
 from pallas_kernels.device_tiles import (
     cast,
     chunked,
@@ -79,39 +84,51 @@ def finish(output, out_ptr, table_ptr, row, heads, columns, dtype: tl.constexpr,
 
 
 @triton.jit
-def combine(sums_ptr, peaks_ptr, sink_ptr, out_ptr, table_ptr, row, heads, columns, dtype: tl.constexpr,
+def combine(sums_ptr, peaks_ptr, sink_ptr, out_ptr, table_ptr, row, heads, columns, parts, dtype: tl.constexpr,
             SPLITS: tl.constexpr, R: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr, ROPE: tl.constexpr,
             BLOCK: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
-    """Adds the parts of one row's block of heads in their order, and finishes it."""
+    """Adds the first `parts` parts of one row's block of heads in their order, and finishes it."""
     CHUNK: tl.constexpr = PADDED if PADDED < 128 else 128
     column, head = chunked(heads, CHUNK, PADDED)
     sink = tl.load(sink_ptr + head).to(tl.float32) * LOG2_E
     peak = sink
     for part in tl.static_range(SPLITS):
         places = ((part * R + row) * H + head) * 2
-        peak = tl.maximum(peak, tl.load(peaks_ptr + places, cache_modifier=".cg"))
+        there = (head >= 0) & (part < parts)
+        raised = tl.load(peaks_ptr + places, mask=there, other=-float("inf"), cache_modifier=".cg")
+        peak = tl.maximum(peak, raised)
     denominator = tl.exp2(sink - peak)
     total = tl.zeros((BLOCK, PADDED // CHUNK, CHUNK), tl.float32)
     # Unrolled, so that the loads of all parts are under way together.
     for part in tl.static_range(SPLITS):
         places = (part * R + row) * H + head
-        share = tl.exp2(tl.load(peaks_ptr + places * 2, cache_modifier=".cg") - peak)
-        denominator += share * tl.load(peaks_ptr + places * 2 + 1, cache_modifier=".cg")
-        total += share * tl.load(sums_ptr + places * PADDED + column, cache_modifier=".cg")
+        there = (head >= 0) & (part < parts)
+        own = tl.load(peaks_ptr + places * 2, mask=there, other=-float("inf"), cache_modifier=".cg")
+        share = tl.exp2(own - peak)
+        denominator += share * tl.load(
+            peaks_ptr + places * 2 + 1, mask=there, other=0.0, cache_modifier=".cg"
+        )
+        total += share * tl.load(
+            sums_ptr + places * PADDED + column, mask=there & (column >= 0), other=0.0, cache_modifier=".cg"
+        )
     output = tl.reshape(total * (1.0 / denominator), (BLOCK, PADDED))
     finish(output, out_ptr, table_ptr, row, heads, columns, dtype, H, WIDTH, ROPE, BLOCK, PADDED)
 
 
 @triton.jit
 def attention_core(
-    q_ptr, table_ptr, sink_ptr, length_ptr, count_ptr, ring_ptr, far_ptr, ids_ptr, counts_ptr, counters_ptr,
-    out_ptr, sums_ptr, peaks_ptr, counters_out_ptr,
+    q_ptr, table_ptr, sink_ptr, length_ptr, count_ptr, ring_ptr, far_ptr, ids_ptr, counts_ptr, following_ptr,
+    counters_ptr, out_ptr, sums_ptr, peaks_ptr, counters_out_ptr,
     KEYS: tl.constexpr, Q: tl.constexpr, R: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
     ROPE: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr,
     FAR: tl.constexpr, IDS: tl.constexpr, RATIO: tl.constexpr, SCALE: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
+    SPLITS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
+    FOLLOWING: tl.constexpr,
 ):  # fmt: skip
-    """Grid (SPLITS, H / BLOCK, R). Scores are kept in units of log 2; SCALE holds that factor."""
+    """Grid (SPLITS, H / BLOCK, R). Scores are kept in units of log 2; SCALE holds that factor.
+
+    Parts have up to TILES tiles each, or more where there are SPLITS parts. FOLLOWING bytes are asked for.
+    """
     dtype: tl.constexpr = ring_ptr.dtype.element_ty
     part = tl.program_id(0)
     group = tl.program_id(1)
@@ -146,8 +163,12 @@ def attention_core(
     start = start % RING
     near_tiles = tl.cdiv(near, TILE)
     tiles = near_tiles + tl.cdiv(far, TILE)
-    first = part * tiles // SPLITS
-    end = (part + 1) * tiles // SPLITS
+    if SPLITS == 1:
+        parts: tl.constexpr = 1
+    else:
+        parts = tl.minimum(tl.maximum(tl.cdiv(tiles, TILES), 1), SPLITS)
+    first = tl.minimum(part * tiles // parts, tiles)
+    end = tl.minimum((part + 1) * tiles // parts, tiles)
 
     peak = sink
     shares = tl.zeros((BLOCK, TILE), tl.float32)
@@ -157,6 +178,9 @@ def attention_core(
     following = key_slots(ids_ptr, row, first + 1, near_tiles, near, far, start, KEYS, RING, IDS, TILE)
     prefetch_keys(ring_ptr, far_ptr, slots, first, near_tiles, end, WIDTH, PADDED)
     prefetch_keys(ring_ptr, far_ptr, following, first + 1, near_tiles, end, WIDTH, PADDED)
+    if FOLLOWING:
+        PROGRAMS: tl.constexpr = SPLITS * (H // BLOCK) * R
+        prefetch_share(following_ptr, (row * (H // BLOCK) + group) * SPLITS + part, PROGRAMS, FOLLOWING)
     q = cast(queries(q, cosine, sine, dtype, WIDTH, EPS, NORM, BLOCK, PADDED), dtype)
     for tile in range(loop_bound(first), loop_bound(end)):
         is_near = tile < near_tiles
@@ -179,18 +203,19 @@ def attention_core(
         peak = raised
 
     denominator = tl.sum(shares, axis=1)
-    if SPLITS == 1:
-        denominator += tl.exp2(sink - peak)
-        output = total * (1.0 / denominator)[:, None]
-        finish(output, out_ptr, table_ptr, row, heads, columns, dtype, H, WIDTH, ROPE, BLOCK, PADDED)
-    else:
+    if parts == 1:
+        if part == 0:
+            denominator += tl.exp2(sink - peak)
+            output = total * (1.0 / denominator)[:, None]
+            finish(output, out_ptr, table_ptr, row, heads, columns, dtype, H, WIDTH, ROPE, BLOCK, PADDED)
+    elif part < parts:
         places = (part * R + row) * H + heads
         tl.store(peaks_ptr + places * 2, peak)
         tl.store(peaks_ptr + places * 2 + 1, denominator)
         tl.store(sums_ptr + places[:, None] * PADDED + columns[None, :], total)
         line = counters_out_ptr + (row * (H // BLOCK) + group) * LINE
-        if is_last(line, 0, SPLITS):
-            combine(sums_ptr, peaks_ptr, sink_ptr, out_ptr, table_ptr, row, heads, columns, dtype,
+        if is_last(line, 0, parts):
+            combine(sums_ptr, peaks_ptr, sink_ptr, out_ptr, table_ptr, row, heads, columns, parts, dtype,
                     SPLITS, R, H, WIDTH, ROPE, BLOCK, PADDED)  # fmt: skip
 
 
@@ -205,6 +230,11 @@ def counter_lines(rows: int, spec: AttentionSpec) -> int:
     return rows * (spec.heads // min(blocks))
 
 
+def _bytes_ahead(array: jax.Array, mebibytes: int) -> int:
+    """How many bytes of an array are asked for: so many at most, in whole pieces of 16."""
+    return min(mebibytes << 20, array.size * array.dtype.itemsize) // 16 * 16
+
+
 def attend(
     q: Columns,
     table: jax.Array,
@@ -215,12 +245,15 @@ def attend(
     far: FarKeys,
     counters: jax.Array,
     spec: AttentionSpec,
+    following: jax.Array | None = None,
     tile: dict[str, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attend` in one launch: the output [R, H * d] in the model's type, and the counters.
 
-    `counters` come from `device_barrier.counters(counter_lines(R, spec))`; the kernel leaves them at zero. `tile`
-    overrides the measured choice (keys heads, keys, splits, warps, stages). Rows beyond `count` are zero.
+    `counters` come from `device_barrier.counters(counter_lines(R, spec))`; the kernel leaves them at zero. Of
+    `following`, what the launch behind this one reads first, the first bytes are asked for in the second-level cache.
+    `tile` overrides the measured choice (keys heads, keys, splits, tiles, warps, stages, ahead: MiB of `following`).
+    Rows beyond `count` are zero.
     """
     rows, kind = q.rows, NAMES[type(far)]
     tile = tile or chosen_tile(kind, spec)
@@ -238,7 +271,8 @@ def attend(
     parts = (splits, rows, spec.heads) if splits > 1 else (1, 1, 1)
     out, _, _, counters = launch.call(
         attention_core,
-        *(q.partials, table, sink, length, count, ring, keys, ids, counts, counters),
+        *(q.partials, table, sink, length, count, ring, keys, ids, counts),
+        *(length if following is None else following, counters),
         grid=(splits, spec.heads // block, rows),
         outputs=[
             jax.ShapeDtypeStruct((rows, spec.heads * spec.width), spec.type),
@@ -246,7 +280,7 @@ def attend(
             jax.ShapeDtypeStruct((*parts, 2), jnp.float32),
             jax.ShapeDtypeStruct(counters.shape, counters.dtype),
         ],
-        aliases={9: 3},
+        aliases={10: 3},
         num_warps=tile["warps"],
         num_stages=tile["stages"],
         KEYS=kind,
@@ -264,8 +298,10 @@ def attend(
         RATIO=far.ratio if kind == "visible" else 1,
         SCALE=spec.width**-0.5 * LOG2_E.value,
         SPLITS=splits,
+        TILES=tile["tiles"],
         BLOCK=block,
         TILE=tile["keys"],
         PADDED=spec.padded,
+        FOLLOWING=0 if following is None else _bytes_ahead(following, tile["ahead"]),
     )
     return out, counters

@@ -64,13 +64,15 @@ def case(kind, spec, length, count, seed=0, rows=ROWS, splits=2, ratio=4):
     return q, table, noise(spec.heads), jnp.asarray(ring, spec.type), jnp.int32(length), jnp.int32(count), far
 
 
-def tile(splits=2, heads=2, keys=16):
-    return {"heads": heads, "keys": keys, "splits": splits, "warps": 4, "stages": 2}
+def tile(splits=2, heads=2, keys=16, tiles=1):
+    return {
+        "heads": heads, "keys": keys, "splits": splits, "tiles": tiles, "warps": 4, "stages": 2, "ahead": 1
+    }  # fmt: skip
 
 
 def attend(operands, spec, **choice):
     counters = device_barrier.counters(ROWS * spec.heads)
-    out, counters = kernels.attend(*operands, counters, spec, tile(**choice))
+    out, counters = kernels.attend(*operands, counters, spec, tile=tile(**choice))
     assert not np.any(np.asarray(counters)), "counters are left at zero"
     return np.asarray(out, np.float32)
 
@@ -100,6 +102,12 @@ def test_float32_is_exact_up_to_summation_order():
 
 def test_more_parts_than_key_tiles():
     check("none", spec(norm=False), 2, 3, splits=4)
+
+
+@pytest.mark.parametrize("tiles", [2, 3, 8])
+def test_rows_of_one_pass_may_have_different_numbers_of_parts(tiles):
+    """With 16 keys a tile and rows of one or two near tiles and up to two far ones."""
+    check("visible", spec(), 12, 8, splits=4, tiles=tiles, keys=8)
 
 
 def test_several_blocks_of_heads_and_a_width_that_is_no_power_of_two():

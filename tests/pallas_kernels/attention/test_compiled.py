@@ -49,6 +49,7 @@ def operands(spec, kind):
         shape(jnp.int32),
         far,
         shape(jnp.int32, kernels.counter_lines(ROWS, spec) * device_barrier.LINE_WORDS),
+        shape(jnp.int32, 256, 64, 4, 32, 4),
     )
 
 
@@ -59,7 +60,9 @@ def operands(spec, kind):
 def test_no_spills_at_real_shapes(name, capability):
     spec, kind = CASES[name]
     (kernel,) = compile_for_gpu.kernels(
-        lambda *arrays: kernels.attend(*arrays, spec), *operands(spec, kind), capability=capability
+        lambda *arrays: kernels.attend(*arrays[:-1], spec, arrays[-1]),
+        *operands(spec, kind),
+        capability=capability,
     )
     assert kernel.spilled_bytes == 0
     assert kernel.shared <= SHARED_BYTES

@@ -141,8 +141,9 @@ class ReferenceBodies:
         count: jax.Array,
         far: FarKeys,
         spec: AttentionSpec,
+        following: jax.Array,
     ) -> jax.Array:
-        """The attention core [R, H * d]."""
+        """The attention core [R, H * d]; `following` are weights that are read next."""
         return attention.attend(q, table, sink, ring, length, count, far, spec)
 
     def experts(
@@ -271,9 +272,9 @@ class FusedBodies(ReferenceBodies):
     def choose(self, q, weights, table, keys, length, count, spec, candidates):
         return self._index.choose(q, weights, table, keys, length, count, spec, candidates)
 
-    def attend(self, q, table, sink, ring, length, count, far, spec):
+    def attend(self, q, table, sink, ring, length, count, far, spec, following):
         output, self.counters = self._attention.attend(
-            q, table, sink, ring, length, count, far, self.counters, spec
+            q, table, sink, ring, length, count, far, self.counters, spec, following
         )
         return output
 

@@ -193,6 +193,7 @@ def attend(
         count,
         far,
         specs.attention_spec(config, numerics),
+        pack.matrix("wo_a").words,
     )
     return project_output(run, pack, heads), state, selection
 
@@ -214,6 +215,7 @@ def attend_block(run: Pass, pack: PackedLayer, projected: Projected, ring: jax.A
         run.count,
         Block(keys),
         specs.attention_spec(config, run.numerics),
+        pack.matrix("wo_a").words,
     )
     return project_output(run, pack, heads)
 
