@@ -348,7 +348,7 @@ class LanguageModel:
                 parts = [(piece.part, piece.text) for piece in pieces]
                 if matcher.stopped:
                     statistics.finish = "stop"
-                    statistics.generated -= len(step.tokens) - used
+                    statistics.cut(used, len(step.tokens), step.accepted, len(step.drafts), step.copied)
                 text = "".join(text for _, text in parts)
                 kept = dataclasses.replace(step, tokens=step.tokens[:used], accepted=min(step.accepted, used))
                 yield StepRecord(text, parts, **dataclasses.asdict(kept))

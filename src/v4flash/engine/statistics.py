@@ -1,7 +1,7 @@
 """What a generation did, in numbers: counts, times, acceptance by position.
 
 Knows: how the figures follow from the steps read. Does not know: how they are printed.
-Only emitted tokens count; drafts that were never verified are not in any rate.
+Only emitted tokens count: drafts that were never verified, or that the text ended before, are not in any rate.
 """
 
 import dataclasses
@@ -42,9 +42,14 @@ class Statistics:
     finish: str = ""
 
     def record(self, emitted: int, accepted: int, drafted: int, copied: bool = False) -> None:
-        """Adds one step; `copied` says that its drafts were not the drafter's."""
+        """Adds one step; `copied` says that its drafts were not the drafter's.
+
+        Where more drafts were accepted than tokens emitted, the text ended with the last one emitted.
+        """
         self.steps += 1
         self.generated += emitted
+        if accepted >= emitted:
+            accepted = drafted = emitted
         if copied:
             self.copied += drafted
             self.copied_accepted += accepted
@@ -55,6 +60,24 @@ class Statistics:
         for position in range(drafted):
             self.drafted[position] += 1
             self.accepted[position] += position < accepted
+
+    def cut(self, used: int, emitted: int, accepted: int, drafted: int, copied: bool = False) -> None:
+        """Takes back what the last step, recorded with these numbers, emitted behind its first `used` tokens."""
+        if used == emitted:
+            return
+        if accepted >= emitted:
+            accepted = drafted = emitted
+        self.generated -= emitted - used
+        if copied:
+            self.copied -= drafted - used
+            self.copied_accepted -= accepted - used
+            return
+        for position in range(used, drafted):
+            self.drafted[position] -= 1
+            self.accepted[position] -= position < accepted
+        while self.drafted and not self.drafted[-1]:
+            self.drafted.pop()
+            self.accepted.pop()
 
     @property
     def tokens_per_step(self) -> float | None:
