@@ -44,6 +44,8 @@ lint: env-test
 test: lint
 	JAX_PLATFORMS=cpu $(PY) -m pytest -n $(WORKERS)
 
+# Hours on two cores: law by a million draws, thousands of echoed names, states at every alignment. Recorded results:
+# docs/measurements/*-speculation.md and *-long-sweeps.md.
 test-slow: lint
 	JAX_PLATFORMS=cpu $(PY) -m pytest -n $(WORKERS) -m "slow or not slow"
 

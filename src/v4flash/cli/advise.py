@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
     device = devices.choose(options.device)
     from v4flash.engine import advice, comparison, language_model
-    from v4flash.fidelity.certificate_file import fingerprint
+    from v4flash.fidelity import certificate_file
 
     sampling = {"temperature": options.temperature, "top_p": options.top_p}
     model = prompt_files.load(options, path, prompts, options.rows, messages)
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
         messages.clear()
         document = {
             "schema": comparison.SCHEMA,
-            "weights": fingerprint(path),
+            "weights": certificate_file.fingerprint(path),
             **facts,
             "costs": dataclasses.asdict(table_of),
             **compared,
@@ -126,6 +126,8 @@ def run(options: argparse.Namespace) -> int:
         "drafted_unverified_ms": model.speculation.costs.milliseconds[1],
         **advice.advice(found, model.config.draft.block_size),
     }
+    for row in document["draft_lengths"]:
+        row["certificate"] = dataclasses.asdict(certificate_file.standing(path, row["k"], facts))
     if out:
         try:
             model.speculation.write(out)
@@ -188,6 +190,12 @@ def table(document: dict[str, Any]) -> str:
             f"{shown(row['tokens_per_second']):>8}  {shown(row['predicted_tokens_per_second']):>9}  "
             f"{shown(row['break_even_ms'], 2):>13}{mark}"
         )
+    unverified = {
+        row["certificate"]["reason"]
+        for row in document["draft_lengths"]
+        if row["certificate"]["status"] == "unverified"
+    }
+    lines += [f"speeds unverified: {reason}" for reason in sorted(unverified)]
     lines += ["", "accepted with all drafts before them, by position, and the fastest k:"]
     width = max(len(name) for name in document["classes"])
     for name, found in document["classes"].items():

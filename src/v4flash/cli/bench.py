@@ -94,6 +94,8 @@ def run(options: argparse.Namespace) -> int:
         "commit": _commit(),
         "python": platform.python_version(),
         "versions": installed_versions(),
+        # Random weights say no text that speculation could have changed.
+        "certificate": None,
     }
     record = facts | real_step.run(request, messages.say)
     if out is not None:
@@ -107,7 +109,7 @@ def as_text(record: dict[str, Any]) -> str:
     lines = [
         f"{record['config']} on {record['device']['kind']}: {record['layers']} layers, {record['rows']} rows, "
         f"{record['experts_resident']} of {record['experts']} experts resident, {record['dtype']}, {record['mode']}, "
-        f"random weights, copy bandwidth {record['copy_bandwidth'] / 1e12:.2f} TB/s",
+        f"random weights (unverified), copy bandwidth {record['copy_bandwidth'] / 1e12:.2f} TB/s",
         "",
         f"{'backend':<8} {'k':>2} {'context':>8} {'ms/step':>8} {'floor':>6} {'ratio':>6} {'experts':>8} "
         f"{'kernels':>8} {'idle':>6}",
