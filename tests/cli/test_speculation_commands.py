@@ -51,7 +51,10 @@ def test_advice_is_measured_printed_and_kept(call, decode, checkpoint, prompts, 
     assert shown[0].split() == "k step ms tok/step tok/s predicted pays below ms".split()
     assert [line.split()[0] for line in shown[1:5]] == ["0", "1", "2", "auto"]
     assert shown[5].startswith("speeds unverified: no certificate")
-    assert {row["certificate"]["status"] for row in document["draft_lengths"]} == {"plain decoding", "unverified"}
+    assert {row["certificate"]["status"] for row in document["draft_lengths"]} == {
+        "plain decoding",
+        "unverified",
+    }
     assert "fastest" in shown[1 + document["best_k"]] and shown[-1] == document["verdict"]
 
     used = decode("--prompt", "abc", "--speculation", out, "--max-tokens", 4)

@@ -12,10 +12,13 @@ import pytest
 from packed_toys import small_toy
 from toy_models import FAMILIES
 
-from v4flash.engine import backends, language_model, opening, programs
+from v4flash.checkpoint.loading import LoadedModel
+from v4flash.engine import advice, backends, comparison, language_model, opening, programs
 from v4flash.engine.session import Session
 from v4flash.engine.statistics import Statistics
 from v4flash.errors import CapacityError, UsageError, V4FlashError
+from v4flash.fidelity.certificate import Plan, certify
+from v4flash.fidelity.model_logits import ModelLogits
 from v4flash.model.fused.bodies import FusedBodies, ReferenceBodies
 from v4flash.model.fused.packing import pack_model
 from v4flash.model.fused.tensors import backbone_tensors
@@ -108,6 +111,26 @@ def test_a_bad_weight_is_named_with_fused_programs_too(engines):
     engine = dataclasses.replace(fused, params=pack_model(broken))
     with pytest.raises(V4FlashError, match=r"at token 0, .*layer 0, tensor layers\.0\.attn\.wkv\.weight"):
         run(engine.session(), prompt(9), 4, k=3)
+
+
+@pytest.mark.slow  # compiles two programs more
+@pytest.mark.parametrize("engines", ["v41"], indirect=True)
+def test_fused_programs_are_certified_advised_and_compared(engines):
+    fused, small = engines[0], small_toy("v41")
+    loaded = LoadedModel(small.config, small.numerics, None, fused.params, Path("no-files"))
+    model = language_model.LanguageModel(loaded, fused.pinned, backends.Backend(backends.FUSED))
+    prompts = [prompt(5), prompt(20)]
+    found = certify(model, prompts, Plan([3, 7, "auto"], 24), ModelLogits(model), print)
+    assert (found["verdict"], found["backend"], found["rows"]) == ("identical", "fused", 8)
+    classes = {"some": [language_model.Prompt(ids, "") for ids in prompts]}
+    sampling = {"temperature": 1.0, "top_p": 0.95}
+    measured = advice.measure(model, classes, range(8), tokens=16, sampling=sampling, say=print)
+    assert advice.advice(measured, small.config.draft.block_size)["verdict"]
+    assert model.step_costs and model.speculation.costs.backend == "fused"
+    compared = comparison.compare(
+        model, classes, model.step_costs, sampling=sampling, tokens=16, longest=5, say=print
+    )
+    assert set(compared["classes"]["all"]["ways"]) == {*map(str, range(6)), "auto", "token"}
 
 
 def _with_nan(model, path):
