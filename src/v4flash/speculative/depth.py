@@ -31,8 +31,8 @@ from v4flash.errors import UsageError
 
 MAX_DRAFT = 9
 # A predicted gain below this is not worth leaving the depth that was asked for: predictions are noisy, and an
-# accepted draft more is always right. On the demonstration model 0 to 0.03 are equally good, 0.04 is worse.
-MARGIN = 0.02
+# accepted draft more is always right. On the demonstration model anything up to 0.02 is equally good, 0.04 is worse.
+MARGIN = 0.01
 # What is assumed of a drafter that nobody measured; without measured costs it decides nothing.
 USUAL_ACCEPTANCE = 0.7
 # One observation moves the running average by this much; without one it goes back to where it began.
