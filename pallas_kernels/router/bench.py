@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import bench_case, tiles
 from pallas_kernels.bench_case import EXACT, SUMS, OperationCase, normal
+from pallas_kernels.experts.specs import SPECS as EXPERTS
 from pallas_kernels.hyper_connections import bench as boundaries
 from pallas_kernels.hyper_connections import reference as boundary_reference
 from pallas_kernels.hyper_connections.specs import SPECS as BOUNDARIES
@@ -89,8 +90,10 @@ def _joined(model: str) -> OperationCase:
         from pallas_kernels.router import fused as launches
 
         shared = boundaries.random_sublayer(spec, "product", launches.COUNTER_LINES)
-        gates = random_gates(router, calls)
-        return shared, list(zip(boundaries.random_projections(spec, calls), gates, strict=True))
+        words = EXPERTS[model].shared().gate_up.words
+        ahead = [jnp.full(words.shape, call, words.dtype) for call in range(calls)]
+        own = boundaries.random_projections(spec, calls), random_gates(router, calls), ahead
+        return shared, list(zip(*own, strict=True))
 
     def outputs(made, routes, ids, counters):
         return {name: getattr(made, name) for name in wanted} | _named(routes, ids, counters)
@@ -99,15 +102,26 @@ def _joined(model: str) -> OperationCase:
         from pallas_kernels.router import fused as launches
 
         source, norm, coefficients, output, counters = shared
+        projection, gate, ahead = own
         made, routes, ids, counters = launches.boundary_and_route(
-            spec, router, source, norm, *own, jnp.int32(LIVE), counters, coefficients, output
+            spec,
+            router,
+            source,
+            norm,
+            projection,
+            gate,
+            jnp.int32(LIVE),
+            counters,
+            coefficients,
+            output,
+            ahead=ahead,
         )
         behind = boundaries.Sublayer(made.streams, norm, made.coefficients, output, counters)
         return outputs(made, routes, ids, counters), behind
 
     def definition(shared, own):
         source, norm, coefficients, output, counters = shared
-        projection, gate = own
+        projection, gate, _ = own
         made = boundary_reference.boundary(spec, source, norm, projection, coefficients, output)
         routes, ids = reference.route(router, made.x, gate, jnp.int32(LIVE))
         return outputs(made, routes, ids, counters)

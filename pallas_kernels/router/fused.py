@@ -24,11 +24,17 @@ _MOST_CHOSEN = 8
 
 
 class Tile(NamedTuple):
-    """How a launch is cut: the most gate programs, warps of every program, and columns of a column program."""
+    """How a launch is cut.
+
+    Attributes:
+      gates: the most gate programs. warps: of every program. columns: of a column program.
+      askers: programs that ask for weights of the next launch.
+    """
 
     gates: int = 132
     warps: int = 8
     columns: int = 64
+    askers: int = 66
 
 
 ALONE, JOINED = Tile(), Tile(gates=64)
@@ -132,12 +138,14 @@ def boundary_and_route(
     coefficients: jax.Array,
     output: Output,
     tokens: jax.Array | None = None,
+    ahead: jax.Array | None = None,
     *,
     tile: Tile = JOINED,
 ) -> tuple[Boundary, Routes, jax.Array, jax.Array]:
     """The boundary in front of a mixture of experts and its router in one launch.
 
-    Arguments as in `hyper_connections.fused.boundary` and `route`; streams are updated in place.
+    Arguments as in `hyper_connections.fused.boundary` and `route`; streams are updated in place. `ahead`: an array, some
+    megabytes, that the next launch reads first; the second-level cache is asked for it.
     """
     rows = streams.shape[0]
     if rows != ROWS:
@@ -145,11 +153,13 @@ def boundary_and_route(
     parts, _, *given = boundaries.operands(streams, norm, projection, coefficients, output, counters)[0]
     fixed = boundaries.constants(spec, rows, projection, tile.columns) | boundaries.parts_constants(output)
     programs, dtype, width = spec.width // fixed["BD"], spec.type, spec.width
-    operands = [parts, *given[:-1], *_operands(gate, tokens, count, counters), counters]
+    asked = counters if ahead is None else ahead
+    askers = 0 if ahead is None else tile.askers
+    operands = [parts, *given[:-1], *_operands(gate, tokens, count, counters), asked, counters]
     made = launch.call(
         kernels.boundary_and_route,
         *operands,
-        grid=(programs + 2 * rows + gate_programs(router, tile.gates),),
+        grid=(programs + 2 * rows + gate_programs(router, tile.gates) + askers,),
         outputs=[
             _array(rows, spec.streams, width, dtype=dtype),
             _array(rows, spec.mixes),
@@ -162,6 +172,8 @@ def boundary_and_route(
         ],
         aliases={len(given) - 1: 0, len(operands) - 1: 13},
         num_warps=tile.warps,
+        ASKERS=askers,
+        AHEAD=asked.size * asked.dtype.itemsize,
         **fixed,
         **constants(router, gate, tile.gates),
     )

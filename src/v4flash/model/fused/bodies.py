@@ -75,8 +75,12 @@ class ReferenceBodies:
         coefficients: jax.Array,
         output: Output,
         tokens: jax.Array,
+        ahead: jax.Array,
     ) -> tuple[Boundary, Routes, jax.Array]:
-        """The boundary in front of a mixture of experts, its routes, and the expert ids [R, K]."""
+        """The boundary in front of a mixture of experts, its routes, and the expert ids [R, K].
+
+        `ahead` is what the next operation reads first, whatever the routes; a body may have it fetched meanwhile.
+        """
         made = boundaries.boundary(spec, streams, norm, projection, coefficients, output)
         return made, *routing.route(router, made.x, gate, count, tokens)
 
@@ -234,10 +238,21 @@ class FusedBodies(ReferenceBodies):
         return made, low, exact
 
     def boundary_and_route(
-        self, spec, router, streams, norm, projection, gate, count, coefficients, output, tokens
+        self, spec, router, streams, norm, projection, gate, count, coefficients, output, tokens, ahead
     ):
         made, routes, ids, self.counters = self._router.boundary_and_route(
-            spec, router, streams, norm, projection, gate, count, self.counters, coefficients, output, tokens
+            spec,
+            router,
+            streams,
+            norm,
+            projection,
+            gate,
+            count,
+            self.counters,
+            coefficients,
+            output,
+            tokens,
+            ahead,
         )
         return made, routes, ids
 

@@ -242,6 +242,7 @@ def feed_forward(
         made.coefficients,
         Output(partials=output),
         run.tokens,
+        pack.shared.gate_up.words,
     )
     partial = run.ops.experts(behind.rounded, pack.experts, pack.shared, routes, chosen)
     return behind.streams, behind.coefficients, Output(experts=partial, count=run.count), ids
