@@ -1,7 +1,12 @@
-"""The index selection fused into two launches: scores with the best of each block, and the exact choice.
+"""The index selection fused into one launch: scores with the best of each block, and the exact choice.
 
 Knows: how rows and keys are shared among programs, and how the best are found without sorting. Does not know: the
-meaning (`reference`).
+meaning (`reference`), or how the launch is made (`fused`).
+
+    programs                  work                                          waits for
+    SHARE for each ROWS rows  scores of these rows in some tiles of keys    nobody
+    one for each row          its choice                                    the scores of its rows
+    a source: one more each   its candidate blocks                          the same
 
 Scores live in slots: slot s is entry s, for a member it is entry s % block of its candidate block s // block. The
 slots that a row uses are a run from 0, because only the last listed block can hold entries not yet visible.
@@ -12,13 +17,10 @@ of them, each would hold a slot that precedes it.) Either search narrows an inte
 value, counting twice a step, and stops as soon as the count is right.
 """
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import triton
 import triton.language as tl
 
-from pallas_kernels import launch, tuning
+from pallas_kernels.device_barrier import LINE, arrive, clear, count_out, wait
 from pallas_kernels.device_tiles import (
     cast,
     fp4_index_round_trip,
@@ -30,15 +32,10 @@ from pallas_kernels.device_tiles import (
     rounded,
 )
 from pallas_kernels.index_selection import reference
-from pallas_kernels.index_selection.reference import Listed
-from pallas_kernels.index_selection.specs import IndexSpec
-from pallas_kernels.rows import Columns
 
 INDEX_BLOCK = tl.constexpr(reference.INDEX_BLOCK)
-NARROW_WIDTH = 64
-LONG = 1 << 13  # blocks of a row from which more threads share them
+SCORED = tl.constexpr(0)  # line of the latch of the first group of rows; the others have the next ones
 LISTED_TOGETHER = tl.constexpr(1 << 12)  # sums over more numbers at once would not fit into registers
-MOST_BLOCKS = 1 << 14  # a row's blocks are held in registers, and two counts share one integer
 
 
 @triton.jit
@@ -79,27 +76,25 @@ def prefetch_keys(keys_ptr, entry, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def index_scores(
-    q_ptr, weights_ptr, table_ptr, signs_ptr, keys_ptr, length_ptr, count_ptr, candidates_ptr, listed_ptr,
-    scores_ptr, best_ptr,
+def score_program(
+    group, share, q_ptr, weights_ptr, table_ptr, signs_ptr, keys_ptr, length, count, candidates_ptr, listed_ptr,
+    scores_ptr, best_ptr, SHARES: tl.constexpr,
     Q: tl.constexpr, W: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
     ROPE: tl.constexpr, RATIO: tl.constexpr, QUANTISE: tl.constexpr, HADAMARD: tl.constexpr,
     ROLE: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr, TRIVIAL: tl.constexpr,
     BLOCKS: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (programs over keys, R / ROWS). Writes scores [R, BLOCKS * BLOCK] and their block maxima [R, BLOCKS].
+    """One of SHARES programs for a group of ROWS rows: scores [R, BLOCKS * BLOCK] and their block maxima [R, BLOCKS].
 
-    Writes nothing for rows that use at most TRIVIAL slots all together: nothing is left to choose there.
+    Nothing is written for rows that use at most TRIVIAL slots all together: nothing is left to choose there.
     """
     dtype: tl.constexpr = keys_ptr.dtype.element_ty
     M: tl.constexpr = ROWS * HEADS
-    length = tl.load(length_ptr)
-    count = tl.load(count_ptr)
-    first_row = tl.program_id(1) * ROWS
-    group = first_row + tl.arange(0, ROWS)
-    slots = used_slots(visible_entries(length, count, group, RATIO), listed_ptr, group, ROLE, BLOCK)
+    first_row = group * ROWS
+    row = first_row + tl.arange(0, ROWS)
+    slots = used_slots(visible_entries(length, count, row, RATIO), listed_ptr, row, ROLE, BLOCK)
     most = tl.max(slots, axis=0)
-    if most > TRIVIAL:
+    if (most > TRIVIAL) & (share * TILE < most):
         member = tl.arange(0, M)
         q, cosine, sine = query_loads(
             q_ptr, table_ptr, first_row, member, Q, R, ROWS, HEADS, WIDTH, ROPE, M, WIDTH
@@ -111,11 +106,10 @@ def index_scores(
         if QUANTISE and HADAMARD:
             axis = tl.arange(0, WIDTH)
             signs = tl.load(signs_ptr + axis[:, None] * WIDTH + axis[None, :])
-        step = tl.num_programs(0)
-        slot = tl.minimum(tl.program_id(0) * TILE + tl.arange(0, TILE), most - 1)
+        slot = tl.minimum(share * TILE + tl.arange(0, TILE), most - 1)
         entry = entries_of(slot, slot >= 0, candidates_ptr, first_row, ROLE, BLOCK, KEPT)
         prefetch_keys(keys_ptr, entry, WIDTH)
-        following = tl.minimum(slot + step * TILE, most - 1)
+        following = tl.minimum(slot + SHARES * TILE, most - 1)
         prefetch_keys(
             keys_ptr, entries_of(following, slot >= 0, candidates_ptr, first_row, ROLE, BLOCK, KEPT), WIDTH
         )
@@ -128,23 +122,23 @@ def index_scores(
         q = cast(q, dtype)
 
         column = tl.arange(0, WIDTH)[None, :]
-        for tile in range(loop_bound(tl.program_id(0)), loop_bound(tl.cdiv(most, TILE)), loop_bound(step)):
+        for tile in range(loop_bound(share), loop_bound(tl.cdiv(most, TILE)), SHARES):
             slot = tile * TILE + tl.arange(0, TILE)
             keys = tl.load(keys_ptr + entry[:, None] * WIDTH + column)
             # One tile ahead, so that the keys' loads wait for no load of their own turn; slots behind the last
             # one repeat it, so that no load needs a mask.
-            following = tl.minimum(slot + step * TILE, most - 1)
+            following = tl.minimum(slot + SHARES * TILE, most - 1)
             entry = entries_of(following, following >= 0, candidates_ptr, first_row, ROLE, BLOCK, KEPT)
             hits = tl.maximum(product(keys, tl.trans(q)), 0.0) * weight[None, :]
             total = tl.sum(tl.reshape(hits, (TILE, ROWS, HEADS)), axis=2)
             total = tl.where(total == 0.0, 0.0, total)
             total = tl.where(slot[:, None] < slots[None, :], total, -float("inf"))
-            place = group[None, :] * (BLOCKS * BLOCK) + slot[:, None]
+            place = row[None, :] * (BLOCKS * BLOCK) + slot[:, None]
             tl.store(scores_ptr + place, total, mask=(slot < most)[:, None])
             block = tile * (TILE // BLOCK) + tl.arange(0, TILE // BLOCK)
             peak = tl.max(tl.reshape(total, (TILE // BLOCK, BLOCK, ROWS)), axis=1)
             tl.store(
-                best_ptr + group[None, :] * BLOCKS + block[:, None],
+                best_ptr + row[None, :] * BLOCKS + block[:, None],
                 peak,
                 mask=(block * BLOCK < most)[:, None],
             )
@@ -216,7 +210,8 @@ def chosen_places(ordered, forced, edge, room, earlier):
 @triton.jit
 def block_peaks(best_ptr, block, blocks):
     """Maxima of the blocks in front of number `blocks`, in order."""
-    return in_order(tl.load(best_ptr + block, mask=block < blocks, other=0.0), block < blocks)
+    peaks = tl.load(best_ptr + block, mask=block < blocks, other=0.0, cache_modifier=".cg")
+    return in_order(peaks, block < blocks)
 
 
 @triton.jit
@@ -284,7 +279,8 @@ def choose_slots(
             block = tl.load(work_ptr + row * TOPK + block, mask=block < TOPK, other=BLOCKS)
         slot = block * BLOCK + number % BLOCK
         valid = slot < slots
-        value = tl.load(scores_ptr + row * (BLOCKS * BLOCK) + slot, mask=valid, other=0.0)
+        own_scores = scores_ptr + row * (BLOCKS * BLOCK)
+        value = tl.load(own_scores + slot, mask=valid, other=0.0, cache_modifier=".cg")
         ordered = in_order(value, valid)
         edge, room = edge_of(ordered, floor, TOPK)
         chosen, order, _ = chosen_places(ordered, slot < 0, edge, room, 0)
@@ -293,19 +289,23 @@ def choose_slots(
 
 
 @triton.jit
-def index_choice(
-    scores_ptr, best_ptr, length_ptr, count_ptr, candidates_ptr, listed_ptr,
-    ids_ptr, counts_ptr, published_ptr, published_counts_ptr, work_ptr,
+def choice_program(
+    row, publishes, scores_ptr, best_ptr, length, count, candidates_ptr, listed_ptr,
+    ids_ptr, counts_ptr, published_ptr, published_counts_ptr, work_ptr, counters,
     RATIO: tl.constexpr, ROLE: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr, BLOCKS: tl.constexpr,
     PADDED_BLOCKS: tl.constexpr, TOPK: tl.constexpr, PADDED_TOPK: tl.constexpr, PADDED_KEPT: tl.constexpr,
+    SHARES: tl.constexpr, WAITERS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, 1): one row's choice. A source has (R, 2): the second program lists its candidate blocks."""
-    row = tl.program_id(0)
-    seen = visible_entries(tl.load(length_ptr), tl.load(count_ptr), row, RATIO)
+    """One row's choice, or where it `publishes` the candidate blocks of a source, behind SHARES score programs.
+
+    `counters` are those of the row's group, for which WAITERS programs wait.
+    """
+    seen = visible_entries(length, count, row, RATIO)
     slots = used_slots(seen, listed_ptr, row, ROLE, BLOCK)
     blocks = tl.cdiv(slots, BLOCK)
-
-    if tl.program_id(1) == 0:
+    wait(counters, SCORED, SHARES)
+    before = count_out(counters, SCORED)
+    if publishes == 0:
         choose_slots(
             scores_ptr, best_ptr, candidates_ptr, ids_ptr, counts_ptr, work_ptr, row, slots, blocks,
             ROLE, BLOCK, KEPT, BLOCKS, PADDED_BLOCKS, TOPK, PADDED_TOPK,
@@ -319,94 +319,41 @@ def index_choice(
             tl.store(
                 published_ptr + row * KEPT + place, tl.where(place < blocks, place, -1), mask=place < KEPT
             )
+    clear(counters, SCORED, WAITERS, before)
 
 
-def _hadamard_signs(size: int) -> np.ndarray:
-    """The Sylvester Hadamard matrix [size, size] of +1 and -1."""
-    axis = np.arange(size)
-    return 1.0 - 2.0 * (np.bitwise_count(axis[:, None] & axis) % 2)
-
-
-def _power_of_two(width: int) -> int:
-    return 1 << (width - 1).bit_length()
-
-
-def rows_together(rows: int, spec: IndexSpec, columns: int) -> int:
-    """How many rows share a program's keys: up to `columns` query heads; a member's rows have keys of their own."""
-    together = 1
-    while spec.role != "member" and rows % (2 * together) == 0 and 2 * together * spec.heads <= columns:
-        together *= 2
-    return together
-
-
-def choose(
-    q: Columns,
-    weights: Columns,
-    table: jax.Array,
-    keys: jax.Array,
-    length: jax.Array,
-    count: jax.Array,
-    spec: IndexSpec,
-    candidates: Listed | None = None,
-    tile: dict[str, int] | None = None,
-) -> tuple[Listed, Listed | None]:
-    """`reference.choose` in two launches. `tile` overrides the measured choice for the scores, and its "choosing
-    warps" that for the choice."""
-    rows, member = q.rows, spec.role == "member"
-    tile = tile or tuning.tiles("index_selection")["scores" if spec.width > NARROW_WIDTH else "narrow"]
-    together = rows_together(rows, spec, tile["columns"])
-    blocks = spec.kept if member else -(-keys.shape[0] // spec.block)
-    warps = tuning.tiles("index_selection")["long selection" if blocks > LONG else "selection"]["warps"]
-    if blocks > MOST_BLOCKS:
-        raise ValueError(
-            f"{keys.shape[0]} entries in blocks of {spec.block}, expected at most {MOST_BLOCKS} blocks; "
-            "choose a shorter context"
-        )
-    if keys.dtype != spec.type:
-        raise ValueError(f"index keys are {keys.dtype}, expected {spec.dtype}")
-    lists = (candidates.ids, candidates.counts) if member else (length, length)
-    trivial = min(spec.topk, spec.kept * spec.block) if spec.role == "source" else spec.topk
-    signs = jnp.asarray(_hadamard_signs(spec.width), spec.type) if spec.hadamard else length
-    common = dict(RATIO=spec.ratio, ROLE=spec.role or "none", BLOCK=spec.block, KEPT=max(spec.kept, 1))
-    values, peaks = launch.call(
-        index_scores,
-        *(q.partials, weights.partials, table, signs, keys, length, count, *lists),
-        grid=(max(1, tile["programs"] * together // rows), rows // together),
-        outputs=[
-            jax.ShapeDtypeStruct((rows, blocks * spec.block), jnp.float32),
-            jax.ShapeDtypeStruct((rows, blocks), jnp.float32),
-        ],
-        num_warps=tile["warps"],
-        num_stages=tile["stages"],
-        Q=q.layout,
-        W=weights.layout,
-        R=rows,
-        HEADS=spec.heads,
-        WIDTH=spec.width,
-        ROPE=spec.rope,
-        QUANTISE=spec.quantise,
-        HADAMARD=spec.hadamard,
-        TRIVIAL=trivial,
-        BLOCKS=blocks,
-        SCALE=(spec.width * spec.heads) ** -0.5,
-        PARTS=_power_of_two(weights.layout[0]),
-        ROWS=together,
-        TILE=tile["keys"],
-        **common,
-    )
-    published = (rows, spec.kept) if spec.role == "source" else (1, 1)
-    shapes = [(rows, spec.topk), (rows,), published, (rows,), (rows, spec.topk)]
-    ids, counts, kept, kept_counts, _ = launch.call(
-        index_choice,
-        *(values, peaks, length, count, *lists),
-        grid=(rows, 2 if spec.role == "source" else 1),
-        outputs=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
-        num_warps=tile.get("choosing warps", warps),
-        BLOCKS=blocks,
-        PADDED_BLOCKS=_power_of_two(blocks),
-        TOPK=spec.topk,
-        PADDED_TOPK=_power_of_two(spec.topk),
-        PADDED_KEPT=_power_of_two(common["KEPT"]),
-        **common,
-    )
-    return Listed(ids, counts), Listed(kept, kept_counts) if spec.role == "source" else candidates
+@triton.jit
+def index_selection(
+    q_ptr, weights_ptr, table_ptr, signs_ptr, keys_ptr, length_ptr, count_ptr, candidates_ptr, listed_ptr,
+    counters_in,
+    ids_ptr, counts_ptr, published_ptr, published_counts_ptr, work_ptr, scores_ptr, best_ptr, counters,
+    Q: tl.constexpr, W: tl.constexpr, R: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    ROPE: tl.constexpr, RATIO: tl.constexpr, QUANTISE: tl.constexpr, HADAMARD: tl.constexpr,
+    ROLE: tl.constexpr, BLOCK: tl.constexpr, KEPT: tl.constexpr, TRIVIAL: tl.constexpr,
+    BLOCKS: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    PADDED_BLOCKS: tl.constexpr, TOPK: tl.constexpr, PADDED_TOPK: tl.constexpr, PADDED_KEPT: tl.constexpr,
+    SHARES: tl.constexpr,
+):  # fmt: skip
+    """Scores and choice; grid R / ROWS * SHARES + R, or 2 R for the choices of a source."""
+    SCORES: tl.constexpr = R // ROWS * SHARES
+    CHOICES: tl.constexpr = 2 if ROLE == "source" else 1
+    program = tl.program_id(0)
+    length = tl.load(length_ptr)
+    count = tl.load(count_ptr)
+    if program < SCORES:
+        group = program // SHARES
+        score_program(
+            group, program % SHARES, q_ptr, weights_ptr, table_ptr, signs_ptr, keys_ptr, length, count,
+            candidates_ptr, listed_ptr, scores_ptr, best_ptr, SHARES,
+            Q, W, R, HEADS, WIDTH, ROPE, RATIO, QUANTISE, HADAMARD, ROLE, BLOCK, KEPT, TRIVIAL, BLOCKS, SCALE,
+            PARTS, ROWS, TILE,
+        )  # fmt: skip
+        arrive(counters + group * LINE, SCORED)
+    else:
+        row = (program - SCORES) % R
+        choice_program(
+            row, (program - SCORES) // R, scores_ptr, best_ptr, length, count, candidates_ptr, listed_ptr,
+            ids_ptr, counts_ptr, published_ptr, published_counts_ptr, work_ptr, counters + row // ROWS * LINE,
+            RATIO, ROLE, BLOCK, KEPT, BLOCKS, PADDED_BLOCKS, TOPK, PADDED_TOPK, PADDED_KEPT, SHARES,
+            ROWS * CHOICES,
+        )  # fmt: skip

@@ -144,8 +144,8 @@ def boundary_and_route(
 ) -> tuple[Boundary, Routes, jax.Array, jax.Array]:
     """The boundary in front of a mixture of experts and its router in one launch.
 
-    Arguments as in `hyper_connections.fused.boundary` and `route`; streams are updated in place. `ahead`: an array, some
-    megabytes, that the next launch reads first; the second-level cache is asked for it.
+    Arguments as in `hyper_connections.fused.boundary` and `route`; streams are updated in place. `ahead`: an array
+    that the next launch reads first and that the second-level cache can keep; it is asked for it.
     """
     rows = streams.shape[0]
     if rows != ROWS:

@@ -200,14 +200,14 @@ class FusedBodies(ReferenceBodies):
         from pallas_kernels.experts import fused as expert_launches
         from pallas_kernels.head import fused as head_launches
         from pallas_kernels.hyper_connections import fused as boundary_launches
-        from pallas_kernels.index_selection import kernels as index_kernels
+        from pallas_kernels.index_selection import fused as index_launches
         from pallas_kernels.key_rows import fused as row_launches
         from pallas_kernels.markov_chain import fused as chain_launches
         from pallas_kernels.router import fused as router_launches
 
         super().__init__(config, numerics, rows)
         self._attention, self._dense, self._experts = attention_kernels, dense_launches, expert_launches
-        self._head, self._boundaries, self._index = head_launches, boundary_launches, index_kernels
+        self._head, self._boundaries, self._index = head_launches, boundary_launches, index_launches
         self._rows, self._router, self._chain = row_launches, router_launches, chain_launches
         self._engram = engram_launches
         self._attention_input, self._attention_output = input_launches, output_launches
@@ -219,6 +219,7 @@ class FusedBodies(ReferenceBodies):
             row_launches.COUNTER_LINES,
             output_launches.counter_lines(config.o_groups * config.o_lora_rank, self.round_block),
             chain_launches.COUNTER_LINES,
+            rows,  # the index has one for each
         )
         self.counters = device_barrier.counters(max(lines))
 
@@ -285,7 +286,10 @@ class FusedBodies(ReferenceBodies):
         return made, queries
 
     def choose(self, q, weights, table, keys, length, count, spec, candidates):
-        return self._index.choose(q, weights, table, keys, length, count, spec, candidates)
+        chosen, candidates, self.counters = self._index.choose(
+            q, weights, table, keys, length, count, self.counters, spec, candidates
+        )
+        return chosen, candidates
 
     def attend(self, q, table, sink, ring, length, count, far, spec, following):
         output, self.counters = self._attention.attend(
