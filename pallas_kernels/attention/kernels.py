@@ -33,6 +33,7 @@ from pallas_kernels.device_tiles import (
     queries,
     query_loads,
     rounded,
+    settled,
     turn_factors,
     turned,
 )
@@ -172,7 +173,10 @@ def attention_core(
 
     peak = sink
     shares = tl.zeros((BLOCK, TILE), tl.float32)
-    total = tl.zeros((BLOCK, PADDED), tl.float32)
+    HALF: tl.constexpr = PADDED // 2
+    half = tl.arange(0, HALF)
+    lower = tl.zeros((BLOCK, HALF), tl.float32)
+    upper = tl.zeros((BLOCK, HALF), tl.float32)
     # One tile ahead, so that the keys' loads wait for no load of their own turn.
     slots = key_slots(ids_ptr, row, first, near_tiles, near, far, start, KEYS, RING, IDS, TILE)
     following = key_slots(ids_ptr, row, first + 1, near_tiles, near, far, start, KEYS, RING, IDS, TILE)
@@ -182,37 +186,46 @@ def attention_core(
         PROGRAMS: tl.constexpr = SPLITS * (H // BLOCK) * R
         prefetch_share(following_ptr, (row * (H // BLOCK) + group) * SPLITS + part, PROGRAMS, FOLLOWING)
     q = cast(queries(q, cosine, sine, dtype, WIDTH, EPS, NORM, BLOCK, PADDED), dtype)
+    # Two chains of products that do not wait for each other, each half as long.
+    q_lower, q_upper = tl.split(tl.trans(tl.reshape(q, (BLOCK, 2, HALF)), 0, 2, 1))
     for tile in range(loop_bound(first), loop_bound(end)):
         is_near = tile < near_tiles
         place = tl.where(is_near, tile, tile - near_tiles) * TILE + tl.arange(0, TILE)
         exists = place < tl.where(is_near, near, far)
         source = tl.where(is_near, ring_ptr, far_ptr)
-        places = source + slots[:, None] * WIDTH + columns[None, :]
+        places = source + slots[:, None] * WIDTH + half[None, :]
+        keys_lower = tl.load(places)
         if WIDTH == PADDED:
-            keys = tl.load(places)
+            keys_upper = tl.load(places + HALF)
         else:
-            keys = tl.load(places, mask=(columns < WIDTH)[None, :], other=0.0)
+            keys_upper = tl.load(places + HALF, mask=(HALF + half < WIDTH)[None, :], other=0.0)
         slots = key_slots(ids_ptr, row, tile + 1, near_tiles, near, far, start, KEYS, RING, IDS, TILE)
-        scores = product(q, tl.trans(keys)) * SCALE
+        # Settled, or Triton would make the one the other's start.
+        scores = settled(product(q_lower, tl.trans(keys_lower)))
+        scores = (scores + settled(product(q_upper, tl.trans(keys_upper)))) * SCALE
         scores = tl.where(exists[None, :], scores, -float("inf"))
         raised = tl.maximum(peak, tl.max(scores, axis=1))
         shrink = tl.exp2(peak - raised)
         weights = tl.exp2(scores - raised[:, None])
         shares = shares * shrink[:, None] + weights
-        total = total * shrink[:, None] + product(cast(weights, dtype), keys)
+        narrow = cast(weights, dtype)
+        lower = lower * shrink[:, None] + product(narrow, keys_lower)
+        upper = upper * shrink[:, None] + product(narrow, keys_upper)
         peak = raised
 
     denominator = tl.sum(shares, axis=1)
     if parts == 1:
         if part == 0:
             denominator += tl.exp2(sink - peak)
-            output = total * (1.0 / denominator)[:, None]
+            output = tl.reshape(tl.trans(tl.join(lower, upper), 0, 2, 1), (BLOCK, PADDED))
+            output = output * (1.0 / denominator)[:, None]
             finish(output, out_ptr, table_ptr, row, heads, columns, dtype, H, WIDTH, ROPE, BLOCK, PADDED)
     elif part < parts:
         places = (part * R + row) * H + heads
         tl.store(peaks_ptr + places * 2, peak)
         tl.store(peaks_ptr + places * 2 + 1, denominator)
-        tl.store(sums_ptr + places[:, None] * PADDED + columns[None, :], total)
+        tl.store(sums_ptr + places[:, None] * PADDED + half[None, :], lower)
+        tl.store(sums_ptr + places[:, None] * PADDED + HALF + half[None, :], upper)
         line = counters_out_ptr + (row * (H // BLOCK) + group) * LINE
         if is_last(line, 0, parts):
             combine(sums_ptr, peaks_ptr, sink_ptr, out_ptr, table_ptr, row, heads, columns, parts, dtype,
