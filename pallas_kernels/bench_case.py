@@ -18,6 +18,7 @@ import numpy as np
 
 from pallas_kernels import formats, launch, tiles
 from pallas_kernels.tiles import PackedMatrix
+from pallas_kernels.tuning import Choice
 
 MODELS = ("v4-flash", "v4.1-flash", "demo")
 Outputs = dict[str, jax.Array]
@@ -31,7 +32,7 @@ ROUNDED_FP4 = 3e-2  # to E2M1: its steps are 2^-2 to 2^-1 apart
 
 _WALK, _MOST_CALLS = 1 << 29, 32  # bytes of different weights that a chain walks through
 # Roundings of a definition are real only where XLA may not keep a number more exactly than its type.
-_EXACT_TYPES = {"xla_allow_excess_precision": False}
+EXACT_TYPES = {"xla_allow_excess_precision": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,8 @@ class OperationCase:
       tolerances: the largest `error` of each output.
       interpreted: whether an interpreter can run the body at this size (Triton's has no tensor core instructions).
       capability: the one compute capability that the fused body is written for, None if it is for all of them.
+      choices: tile choices worth trying, by their name in the operation's tuning files. Of a name that several cases
+        have, all must have the same.
     """
 
     operation: str
@@ -64,6 +67,7 @@ class OperationCase:
     tolerances: Mapping[str, float]
     interpreted: bool = False
     capability: str | None = None
+    choices: Mapping[str, Sequence[Choice]] = dataclasses.field(default_factory=dict)
 
     @property
     def model(self) -> str:
@@ -82,14 +86,14 @@ class OperationCase:
     def compiled_pair(self) -> Callable[[], "Pair"]:
         """Compiles both bodies for the default device; the result runs them on the same operands."""
         shared, (own,) = self.shapes()
-        options = _EXACT_TYPES | ({"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else {})
+        options = EXACT_TYPES | ({"xla_gpu_autotune_level": 0} if jax.default_backend() == "gpu" else {})
         reference = jax.jit(self.reference).lower(shared, own).compile(compiler_options=options)
         fused = self.fused if launch.INTERPRETED else jax.jit(self.fused).lower(shared, own).compile()
 
         def run() -> Pair:
             shared, (own,) = self.operands(1)
             made = fused(shared, own)[0]
-            repeats = launch.INTERPRETED or _same_bits(made, fused(shared, own)[0])
+            repeats = launch.INTERPRETED or same_bits(made, fused(shared, own)[0])
             return Pair(made, reference(shared, own), repeats)
 
         return run
@@ -107,7 +111,7 @@ class Pair(NamedTuple):
     repeats: bool
 
 
-def _same_bits(first: Outputs, second: Outputs) -> bool:
+def same_bits(first: Outputs, second: Outputs) -> bool:
     def bits(array: jax.Array) -> bytes:
         return np.asarray(array).tobytes()
 

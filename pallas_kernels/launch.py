@@ -36,6 +36,14 @@ def compiling_for(capability: int) -> Iterator[None]:
         _capability.reset(token)
 
 
+def capability() -> int | None:
+    """Compute capability that kernels traced now compile for; None without a GPU and outside `compiling_for`."""
+    wanted = _capability.get()
+    if wanted is None and jax.default_backend() == "gpu":
+        return int(jax.local_devices()[0].compute_capability.replace(".", ""))
+    return wanted
+
+
 def call(
     kernel,
     *operands: jax.Array | int | float,

@@ -1,6 +1,6 @@
 """The boundary in front of attention with its products, as cases to check and to time."""
 
-from pallas_kernels import bench_case
+from pallas_kernels import bench_case, tuning
 from pallas_kernels.attention_input import reference
 from pallas_kernels.bench_case import SUMS, OperationCase, random_bf16, random_fp8
 from pallas_kernels.dense.specs import EXACT_PRODUCTS, PRODUCTS, ExactSpec, ProductSpec
@@ -9,6 +9,12 @@ from pallas_kernels.hyper_connections import reference as boundary_reference
 from pallas_kernels.hyper_connections.bench import Kind, Sublayer
 from pallas_kernels.hyper_connections.specs import SPECS, BoundarySpec
 
+# One step away from what the launch has else: programs of a product, weights that they hold while they wait, programs
+# that ask for theirs before, columns of a boundary's program, warps.
+TILES = (
+    {"programs": 352}, {"programs": 704}, {"held": 0}, {"held": 1}, {"askers": 132}, {"askers": 528},
+    {"columns": 64}, {"warps": 4},
+)  # fmt: skip
 BEHIND = (Kind("experts"), Kind("experts", tap=True), Kind("embedding"))
 
 
@@ -85,4 +91,5 @@ def _case(model: str, kind: Kind, products: str | None) -> OperationCase:
     return OperationCase(
         "attention_input", name, ("boundary_and_products",), size, bench_case.calls_for(size), operands, fused,
         definition, tolerances,
+        choices={tuning.by_shape(low.rows, exact.weight().shape[0] if exact else 0, spec.width): TILES},
     )  # fmt: skip

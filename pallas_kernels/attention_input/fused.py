@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import launch, tiles
+from pallas_kernels import launch, tiles, tuning
 from pallas_kernels.attention_input import kernels
 from pallas_kernels.dense import fused as dense
 from pallas_kernels.hyper_connections import fused as boundaries
@@ -59,7 +59,7 @@ def boundary_and_products(
     *,
     scale_block: int,
     tap: bool = False,
-    tile: Tile = TILE,
+    tile: Tile | None = None,
 ) -> tuple[Boundary, jax.Array, jax.Array | None, jax.Array]:
     """`reference.boundary_and_products` in one launch, and the counters for the next kernel.
 
@@ -69,8 +69,11 @@ def boundary_and_products(
       source: streams [8, S, D] in the model's type, updated in place; or (table [V, D], tokens int32 [8]).
       counters: from `device_barrier.counters`, at least COUNTER_LINES lines.
       scale_block: the block of the weight scales, 128 or 32.
+      tile: by default what was measured for these shapes.
       others: as in reference.py.
     """
+    sizes = matrix.words.shape[0] * tiles.TILE, 0 if weight is None else weight.shape[0], spec.width
+    tile = tile or TILE._replace(**tuning.choice("attention_input", tuning.by_shape(*sizes), {}))
     given, embed = boundaries.operands(source, norm, projection, coefficients, output, counters)
     rows, width, dtype = tiles.ROWS, spec.width, spec.type
     fixed = boundaries.constants(spec, rows, projection, tile.columns) | boundaries.parts_constants(output)

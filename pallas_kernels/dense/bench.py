@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels import bench_case
+from pallas_kernels import bench_case, tuning
 from pallas_kernels.bench_case import (
     SUMS,
     OperationCase,
@@ -13,6 +13,13 @@ from pallas_kernels.bench_case import (
 )
 from pallas_kernels.dense import reference
 from pallas_kernels.dense.specs import EXACT_PRODUCTS, PRODUCTS, ExactSpec, ProductSpec
+
+# Four or eight warps a tile; whole rows (long shares leave short sums to their reader) or the shares that warps allow;
+# weight loads of a turn kept together, or spread over the arithmetic.
+TILES = (
+    {"warps": 4}, {"warps": 8}, {"warps": 4, "fenced": 1}, {"warps": 8, "fenced": 1},
+    {"warps": 4, "splits": 1}, {"warps": 8, "splits": 1},
+)  # fmt: skip
 
 
 def cases() -> tuple[OperationCase, ...]:
@@ -36,7 +43,7 @@ def _product_case(name: str, spec: ProductSpec) -> OperationCase:
     return OperationCase(
         "dense", f"{name} product", ("fp8_product",), spec.matrix().bytes, bench_case.calls_for(spec.matrix().bytes),
         lambda calls: (random_rows(calls, spec.input(), spec.block), _matrices(spec, calls)),
-        fused, definition, {"product": SUMS},
+        fused, definition, {"product": SUMS}, choices={tuning.by_shape(spec.rows, spec.columns): TILES},
     )  # fmt: skip
 
 

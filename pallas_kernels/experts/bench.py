@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import bench_case, tiles
+from pallas_kernels import bench_case, tiles, tuning
 from pallas_kernels.bench_case import HALVES, ROUNDED, SUMS, OperationCase, nudged, random_fp4, random_fp8
 from pallas_kernels.experts import reference
 from pallas_kernels.experts.packing import PackedExperts
@@ -14,6 +14,8 @@ RESIDENT = 128  # packed experts to choose from
 LIVE = 7
 CALLS = 8  # each with other experts
 DISTINCT = {"v4-flash": 30, "v4.1-flash": 30, "v4.1-flash drafter": 18, "demo": 10}
+# Four or eight warps a tile; weight loads of a turn kept together, or spread over the arithmetic.
+TILES = tuple({"warps": warps, "fenced": fenced} for warps in (4, 8) for fenced in (0, 1))
 _routes = jax.jit(reference.routes, static_argnums=3)
 
 
@@ -91,5 +93,8 @@ def _case(name: str, spec: ExpertSpec, distinct: int) -> OperationCase:
             "peaks": 1e-3 if single else HALVES,
             "output": ROUNDED,
             "output of given rows": SUMS if single else HALVES,
+        },
+        choices={
+            tuning.by_shape(spec.width, spec.channels, what=product): TILES for product in ("gate_up", "down")
         },
     )  # fmt: skip

@@ -1,12 +1,12 @@
 """The expert products as two Triton launches; `reference` defines them.
 
-Knows: shapes, grids and how many warps a tile gets. Does not know: the bodies (`kernels`).
+Knows: shapes, grids, and how many warps a tile gets where nothing was measured. Does not know: the bodies (`kernels`).
 """
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import launch, tiles
+from pallas_kernels import launch, tiles, tuning
 from pallas_kernels.device_numbers import triton_type
 from pallas_kernels.experts import kernels
 from pallas_kernels.experts.packing import PackedExperts
@@ -29,7 +29,8 @@ def gate_up(
     _require_rows(x.shape[0], x.dtype)
     _require_packed("gate_up", routed.gate_up, shared.gate_up, 2 * width, columns)
     entries = _require_routes(routes)
-    warps = 8 if columns >= 8 * tiles.CHUNK else 4
+    untuned = {"warps": 8 if columns >= 8 * tiles.CHUNK else 4, "fenced": 1}
+    tile = tuning.choice("experts", tuning.by_shape(columns, width, what="gate_up"), untuned)
     made = launch.call(
         kernels.gate_up,
         x,
@@ -41,14 +42,15 @@ def gate_up(
             jax.ShapeDtypeStruct((1 + entries, tiles.ROWS, channels), jnp.float16)
             for channels in (width, width // PEAK_CHANNELS)
         ],
-        num_warps=warps,
+        num_warps=tile["warps"],
         BLOCKS=columns // tiles.BLOCK,
         TILES=width // 16,
         LIMIT=float(limit),
         SCALED=scale_block,
         DTYPE=triton_type(dtype),
         ROUND=rounded,
-        WARPS=warps,
+        FENCED=bool(tile["fenced"]),
+        WARPS=tile["warps"],
     )
     return Hidden(*made)
 
@@ -75,6 +77,7 @@ def down(
         )
     if round_block == tiles.CHUNK and width > tiles.CHUNK and width % tiles.CHUNK:
         raise ValueError(f"hidden rows have {width} columns, expected a multiple of the rounding block 128")
+    tile = tuning.choice("experts", tuning.by_shape(columns, width, what="down"), {"warps": 4, "fenced": 0})
     return launch.call(
         kernels.down,
         *hidden,
@@ -85,13 +88,14 @@ def down(
         routes.slot,
         grid=(columns // tiles.TILE, 1 + entries),
         outputs=[jax.ShapeDtypeStruct((tiles.ROWS, chosen + 1, columns), dtype)],
-        num_warps=4,
+        num_warps=tile["warps"],
         BLOCKS=width // tiles.BLOCK,
         TILES=columns // tiles.TILE,
         CHOSEN=chosen,
         SCALED=scale_block,
         ROUND=round_block,
-        WARPS=4,
+        FENCED=bool(tile["fenced"]),
+        WARPS=tile["warps"],
     )[0]
 
 

@@ -58,6 +58,7 @@ def gate_up(
     SCALED: tl.constexpr,
     DTYPE: tl.constexpr,
     ROUND: tl.constexpr,
+    FENCED: tl.constexpr,
     WARPS: tl.constexpr,
 ):
     """hidden[1 + entry] = silu(min(gate, LIMIT)) * clip(up, -LIMIT, LIMIT) * routing weight, for its routed rows.
@@ -102,7 +103,7 @@ def gate_up(
             WARPS,
             0,
             False,
-            True,
+            FENCED,
         )
     gain = tl.where(entry < 0, 1.0, fp4.GAIN)
     gate, up = lanes.sum_over_warps(sums, WARPS)
@@ -143,6 +144,7 @@ def down(
     CHOSEN: tl.constexpr,
     SCALED: tl.constexpr,
     ROUND: tl.constexpr,
+    FENCED: tl.constexpr,
     WARPS: tl.constexpr,
 ):
     """partial[row, slot of this entry] = hidden W2^T of the entry's routed rows; the shared expert's slot is CHOSEN.
@@ -190,7 +192,7 @@ def down(
             WARPS,
             ROUND,
             True,
-            False,
+            FENCED,
         )
     gain = tl.where(entry < 0, 1.0, fp4.GAIN) / lanes.HIDDEN_GAIN
     first, second = lanes.sum_over_warps(sums, WARPS)

@@ -6,7 +6,7 @@ Knows: shapes and grids. Does not know: the bodies (`kernels`).
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import launch, tiles
+from pallas_kernels import launch, tiles, tuning
 from pallas_kernels.dense.packing import bfloat_terms
 from pallas_kernels.head import kernels
 
@@ -25,7 +25,8 @@ def logits_argmax(x: jax.Array, weight: jax.Array, *, logits: bool = False):
             f"[{tiles.ROWS}, 64 b]"
         )
     terms = bfloat_terms(x)
-    count, warps = tokens // tiles.TILE, 8 if columns >= 512 else 4
+    tile = tuning.choice("head", tuning.by_shape(tokens, columns), {"warps": 8 if columns >= 512 else 4})
+    count, warps = tokens // tiles.TILE, tile["warps"]
     shape = (tiles.ROWS, tokens if logits else 1)
     tile_best, full = launch.call(
         kernels.tile_winners,

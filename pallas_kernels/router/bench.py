@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import bench_case, tiles
+from pallas_kernels import bench_case, tiles, tuning
 from pallas_kernels.bench_case import EXACT, SUMS, OperationCase, normal
 from pallas_kernels.experts.specs import SPECS as EXPERTS
 from pallas_kernels.hyper_connections import bench as boundaries
@@ -18,6 +18,8 @@ LIVE = boundaries.LIVE
 TOLERANCES = {
     "expert_ids": EXACT, "count": EXACT, "slot": EXACT, "ids": EXACT, "weight": SUMS, "counters": EXACT
 }  # fmt: skip
+# One step away from what the launch has else: gate programs, warps, columns of a boundary's program.
+TILES = ({"gates": 32}, {"gates": 132}, {"warps": 4}, {"columns": 32}, {"columns": 128})
 ALONE = ("v4-flash", "v4.1-flash", "v4.1-flash drafter", "demo", "demo drafter")
 
 
@@ -132,4 +134,5 @@ def _joined(model: str) -> OperationCase:
     return OperationCase(
         "router", f"{model} boundary and router", ("boundary_and_route",), size, CALLS, operands, fused, definition,
         tolerances, interpreted=model == "demo",
+        choices={tuning.by_shape(router.experts, router.width): TILES},
     )  # fmt: skip

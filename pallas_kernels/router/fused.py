@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import launch
+from pallas_kernels import launch, tuning
 from pallas_kernels.experts.reference import Routes
 from pallas_kernels.hyper_connections import fused as boundaries
 from pallas_kernels.hyper_connections.reference import Boundary, Output, Projection
@@ -140,7 +140,7 @@ def boundary_and_route(
     tokens: jax.Array | None = None,
     ahead: jax.Array | None = None,
     *,
-    tile: Tile = JOINED,
+    tile: Tile | None = None,
 ) -> tuple[Boundary, Routes, jax.Array, jax.Array]:
     """The boundary in front of a mixture of experts and its router in one launch.
 
@@ -150,6 +150,8 @@ def boundary_and_route(
     rows = streams.shape[0]
     if rows != ROWS:
         raise ValueError(f"{rows} rows, expected {ROWS}")
+    name = tuning.by_shape(router.experts, router.width)
+    tile = tile or JOINED._replace(**tuning.choice("router", name, {}))
     parts, _, *given = boundaries.operands(streams, norm, projection, coefficients, output, counters)[0]
     fixed = boundaries.constants(spec, rows, projection, tile.columns) | boundaries.parts_constants(output)
     programs, dtype, width = spec.width // fixed["BD"], spec.type, spec.width

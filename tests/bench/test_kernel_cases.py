@@ -118,13 +118,14 @@ def test_absent_packages_are_named(monkeypatch):
 def test_a_bench_goes_on_behind_a_case_that_fails(monkeypatch):
     """With a made-up profile: 2 us a call for 64 bytes, beside a copy of 64 MB/s."""
 
-    def profiled(run):
-        run()
+    def profiled(runs):
+        for run in runs:
+            run()
         return [Event("double", "Stream", 10_000.0 * i, 2_000) for i in range(2 * kernel_cases.REPEATS)]
 
     monkeypatch.setattr(kernel_cases, "_require_gpu", lambda instead: None)
     monkeypatch.setattr(kernel_cases, "copy_bandwidth", lambda: 64e6)
-    monkeypatch.setattr(kernel_cases, "_profiled", profiled)
+    monkeypatch.setattr(kernel_cases, "profiled", profiled)
     said, kept = [], []
     record = kernel_cases.bench(
         [failing("demo failing"), doubling("demo right", 2)], said.append, kept.append

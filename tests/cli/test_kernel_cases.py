@@ -61,6 +61,9 @@ def test_list_needs_no_triton():
         (["check", "--only", "nothing of that name"], 2, "`v4flash kernels list` names them"),
         (["bench", "--model", "v5"], 2, "expected one of v4-flash, v4.1-flash, demo"),
         (["bench", "--out", "absent/record.json"], 2, "there is no folder absent"),
+        (["tune"], 4, "found cpu; there is nothing to time without one"),
+        (["tune", "--only", "engram look-up"], 2, "has tile choices to try"),
+        (["tune", "--out", "absent"], 2, "there is no such folder"),
         (["list", "--model", "v5"], 2, "expected one of v4-flash, v4.1-flash, demo"),
     ],
 )

@@ -64,6 +64,17 @@ def _require_packages() -> None:
         importlib.import_module(package)
 
 
+def timeable(cases: Sequence[OperationCase]) -> tuple[OperationCase, ...]:
+    """The cases that are for the GPU that is there. Raises CapacityError where there is none, or none are."""
+    _require_packages()
+    if launch.INTERPRETED:
+        raise CapacityError(
+            "Triton's interpreter has no times worth knowing; unset TRITON_INTERPRET to bench"
+        )
+    _require_gpu("there is nothing to time without one")
+    return _made_for_this_gpu(cases)
+
+
 def _require_gpu(instead: str) -> None:
     device = current_device()
     capability = getattr(device, "compute_capability", None)
@@ -85,21 +96,22 @@ def _made_for_this_gpu(cases: Sequence[OperationCase]) -> tuple[OperationCase, .
     return chosen
 
 
-def _device() -> dict[str, str]:
-    device = current_device()
-    kind = "Triton's interpreter" if launch.INTERPRETED else device.device_kind
-    return {"platform": device.platform, "kind": kind}
+def device() -> dict[str, str]:
+    """The device as a record names it."""
+    found = current_device()
+    kind = "Triton's interpreter" if launch.INTERPRETED else found.device_kind
+    return {"platform": found.platform, "kind": kind}
 
 
-def _ahead(
-    cases: Sequence[OperationCase], prepare: Callable[[OperationCase], Any]
-) -> Iterator[tuple[OperationCase, concurrent.futures.Future]]:
-    """Each case with what `prepare` makes of it in another thread, in order. Behind the last one all are made."""
+def ahead(
+    items: Sequence[Any], prepare: Callable[[Any], Any]
+) -> Iterator[tuple[Any, concurrent.futures.Future]]:
+    """Each item with what `prepare` makes of it in another thread, in order. Behind the last one all are made."""
     threads = max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))
     pool, given_up = concurrent.futures.ThreadPoolExecutor(threads), True
     try:
         # A context of its own: what the caller set for compiling holds in the other thread too.
-        yield from [(case, pool.submit(contextvars.copy_context().run, prepare, case)) for case in cases]
+        yield from [(item, pool.submit(contextvars.copy_context().run, prepare, item)) for item in items]
         given_up = False
     finally:
         pool.shutdown(cancel_futures=given_up)
@@ -112,14 +124,14 @@ def check(cases: Sequence[OperationCase], heard: Callable[[dict[str, Any]], None
     the same bits.
     """
     found = []
-    for case, made in _ahead(cases, OperationCase.compiled_pair):
+    for case, made in ahead(cases, OperationCase.compiled_pair):
         try:
             verdict = compared(case, made.result()())
         except Exception as problem:  # one case must not hide the others
-            verdict = {"right": False, "problem": _told(problem)}
+            verdict = {"right": False, "problem": told(problem)}
         found.append(_named(case) | verdict)
         heard(found[-1])
-    return {"schema": CHECK_SCHEMA, "device": _device(), "cases": found}
+    return {"schema": CHECK_SCHEMA, "device": device(), "cases": found}
 
 
 def compared(case: OperationCase, pair: Pair) -> dict[str, Any]:
@@ -144,19 +156,13 @@ def bench(
     at first, after each case. Returns the record, JSON-ready: rates are over the bytes that a call has to read. Raises
     CapacityError where no such GPU is there.
     """
-    _require_packages()
-    if launch.INTERPRETED:
-        raise CapacityError(
-            "Triton's interpreter has no times worth knowing; unset TRITON_INTERPRET to bench"
-        )
-    _require_gpu("there is nothing to time without one")
-    cases = _made_for_this_gpu(cases)
+    cases = timeable(cases)
     rows = [_named(case) | {"bytes": case.bytes, "calls": case.calls} for case in cases]
-    record = {"schema": BENCH_SCHEMA, "device": _device(), "repeats": REPEATS, "cases": rows}
+    record = {"schema": BENCH_SCHEMA, "device": device(), "repeats": REPEATS, "cases": rows}
 
     def timed(prepare: Callable, measure: Callable) -> None:
         # All are compiled before the first is timed: compiling tries programs on the device.
-        ready = list(_ahead(cases, prepare))
+        ready = list(ahead(cases, prepare))
         if "copy_bandwidth" not in record:
             record["copy_bandwidth"] = round(copy_bandwidth())
             say(f"copy bandwidth {record['copy_bandwidth'] / 1e12:.2f} TB/s")
@@ -164,7 +170,7 @@ def bench(
             try:
                 row |= measure(case, made.result(), record["copy_bandwidth"])
             except Exception as problem:  # one case must not hide the others
-                row["problem"] = _told(problem)
+                row["problem"] = told(problem)
             say(described(row))
             keep(record)
 
@@ -185,7 +191,7 @@ def _compiled_reference(case: OperationCase) -> Callable:
 
 def _timed_chain(case: OperationCase, chain: Callable, bandwidth: float) -> dict[str, Any]:
     operands = case.operands(case.calls)
-    made = measured(_profiled(lambda: chain(*operands)), case.kernels, REPEATS, case.calls)
+    made = measured(profiled([lambda: chain(*operands)]), case.kernels, REPEATS, case.calls)
     rate = case.bytes / (made["microseconds"] * 1e-6)
     return made | {"rate": round(rate), "share": round(rate / bandwidth, 4)}
 
@@ -193,20 +199,22 @@ def _timed_chain(case: OperationCase, chain: Callable, bandwidth: float) -> dict
 def _timed_reference(case: OperationCase, body: Callable, bandwidth: float) -> dict[str, Any]:
     calls = min(case.calls, REFERENCE_CALLS)
     shared, walked = case.operands(calls)
-    events = _profiled(lambda: [body(shared, own) for own in walked])
+    events = profiled([lambda: [body(shared, own) for own in walked]])
     return {
         "reference_microseconds": round(sum(event.duration for event in events) / 1e3 / REPEATS / calls, 2),
         "reference_launches": round(len(events) / REPEATS / calls, 1),
     }
 
 
-def _profiled(run: Callable[[], Any]) -> list[Event]:
-    """What the device did in REPEATS runs, each waited for."""
-    jax.block_until_ready(run())
+def profiled(runs: Sequence[Callable[[], Any]], repeats: int = REPEATS) -> list[Event]:
+    """What the device did in so many rounds of `runs`, each waited for, behind one round that does not count."""
+    for run in runs:
+        jax.block_until_ready(run())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            for _ in range(REPEATS):
-                jax.block_until_ready(run())
+            for _ in range(repeats):
+                for run in runs:
+                    jax.block_until_ready(run())
         return profile_table.read_events(Path(folder))
 
 
@@ -216,16 +224,7 @@ def measured(events: Sequence[Event], kernels: Sequence[str], repeats: int, call
     `kernel_microseconds` are medians by kernel, `microseconds` their sum; `span_microseconds` is the shortest chain
     from its first event to its last over its calls, so it holds the gaps and whatever XLA put between the launches.
     """
-    durations: dict[str, list[float]] = {kernel: [] for kernel in kernels}
-    for event in events:
-        # The longest fitting name: one kernel's name may be part of another's.
-        fitting = [kernel for kernel in kernels if kernel in event.name]
-        if fitting:
-            durations[max(fitting, key=len)].append(event.duration / 1e3)
-    absent = [kernel for kernel, found in durations.items() if not found]
-    if absent:
-        raise ValueError(f"the profile shows no kernel {absent[0]} among {len(events)} events")
-    each = {kernel: statistics.median(found) for kernel, found in durations.items()}
+    each = {kernel: statistics.median(found) for kernel, found in durations(events, kernels).items()}
     length = len(events) // repeats
     runs = [events[i * length : (i + 1) * length] for i in range(repeats)]
     span = min(max(event.end for event in run) - run[0].start for run in runs) / 1e3 / calls
@@ -235,6 +234,20 @@ def measured(events: Sequence[Event], kernels: Sequence[str], repeats: int, call
         "span_microseconds": round(span, 2),
         "launches": round(length / calls, 1),
     }
+
+
+def durations(events: Sequence[Event], kernels: Sequence[str]) -> dict[str, list[float]]:
+    """Microseconds of every launch of each kernel, in order. Raises ValueError where one was never launched."""
+    found: dict[str, list[float]] = {kernel: [] for kernel in kernels}
+    for event in events:
+        # The longest fitting name: one kernel's name may be part of another's.
+        fitting = [kernel for kernel in kernels if kernel in event.name]
+        if fitting:
+            found[max(fitting, key=len)].append(event.duration / 1e3)
+    absent = [kernel for kernel, own in found.items() if not own]
+    if absent:
+        raise ValueError(f"the profile shows no kernel {absent[0]} among {len(events)} events")
+    return found
 
 
 def described(row: dict[str, Any]) -> str:
@@ -254,5 +267,6 @@ def _named(case: OperationCase) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _told(problem: Exception) -> str:
+def told(problem: Exception) -> str:
+    """An exception in one line."""
     return f"{type(problem).__name__}: {(str(problem).splitlines() or ['no message'])[0][:300]}"

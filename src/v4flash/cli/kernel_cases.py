@@ -20,7 +20,7 @@ from v4flash.errors import UsageError
 LIST_SCHEMA = "v4flash.kernels.list/1"
 
 
-def _add_choice(parser: argparse.ArgumentParser) -> None:
+def add_choice(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", metavar="TEXT", help="cases with this text in their name, operation or kernels"
     )
@@ -29,7 +29,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_running(parser: argparse.ArgumentParser) -> None:
-    _add_choice(parser)
+    add_choice(parser)
     parser.add_argument("--out", metavar="FILE", help="also write the record here, as JSON")
     parser.add_argument("--quiet", action="store_true", help="nothing on standard error but warnings")
     add_device(parser)
@@ -42,7 +42,7 @@ def _add_timing(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _chosen(options: argparse.Namespace) -> tuple:
+def chosen(options: argparse.Namespace) -> tuple:
     """The cases that the options choose; there is at least one."""
     from pallas_kernels import registry
     from pallas_kernels.bench_case import MODELS
@@ -70,7 +70,7 @@ def run_list(options: argparse.Namespace) -> int:
                 "interpreted": case.interpreted,
                 "capability": case.capability,
             }
-            for case in _chosen(options)
+            for case in chosen(options)
         ],
     }
     print(json.dumps(record, indent=1) if options.json else list_text(record))
@@ -90,7 +90,7 @@ def list_text(record: dict[str, Any]) -> str:
 
 def run_check(options: argparse.Namespace) -> int:
     """Prints a verdict for each case; 1 if one is wrong."""
-    out, cases = _out(options), _chosen(options)
+    out, cases = _out(options), chosen(options)
     device.choose(options.device)
     from v4flash.bench import kernel_cases
 
@@ -102,7 +102,7 @@ def run_check(options: argparse.Namespace) -> int:
         if not options.json:
             print(verdict_line(verdict), flush=True)
 
-    record = _facts() | kernel_cases.check(cases, heard)
+    record = run_facts() | kernel_cases.check(cases, heard)
     _write(out, record)
     wrong = [case["name"] for case in record["cases"] if not case["right"]]
     if options.json:
@@ -133,11 +133,11 @@ def verdict_line(case: dict[str, Any]) -> str:
 
 def run_bench(options: argparse.Namespace) -> int:
     """Times the cases and prints them."""
-    out, cases = _out(options), _chosen(options)
+    out, cases = _out(options), chosen(options)
     device.choose(options.device)
     from v4flash.bench import kernel_cases
 
-    messages, facts = Messages(options.quiet), _facts()
+    messages, facts = Messages(options.quiet), run_facts()
     record = facts | kernel_cases.bench(
         cases, messages.say, lambda unfinished: _write(out, facts | unfinished), not options.no_reference
     )
@@ -178,7 +178,7 @@ def _out(options: argparse.Namespace) -> Path | None:
     return out
 
 
-def _facts() -> dict[str, Any]:
+def run_facts() -> dict[str, Any]:
     from v4flash.profile.budget import installed_versions
 
     command = "v4flash " + " ".join(sys.argv[1:])
@@ -194,7 +194,7 @@ ACTIONS = (
     types.SimpleNamespace(
         NAME="list",
         HELP="name every hand-fused operation with its kernels and what one call has to read",
-        add_arguments=_add_choice,
+        add_arguments=add_choice,
         run=run_list,
     ),
     types.SimpleNamespace(

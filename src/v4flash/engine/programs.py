@@ -259,9 +259,10 @@ def _cache_key(facts: tuple[str, ...], arguments: tuple) -> str:
 
 @functools.cache
 def _source_digest() -> str:
-    """Digest of the source files whose functions are compiled; commands and text do not enter a program."""
+    """Digest of the files whose functions and tile choices are compiled; commands and text enter no program."""
     package, kernels = Path(v4flash.__file__).parent, Path(pallas_kernels.__file__).parent
-    files = [package / "config.py", package / "state.py", Path(__file__), *kernels.rglob("*.py")]
+    files = [package / "config.py", package / "state.py", Path(__file__)]
+    files += [*kernels.rglob("*.py"), *kernels.rglob("tuning/*.json")]
     for room in ("model", "speculative", "fidelity"):
         files += (package / room).rglob("*.py")
     digest = hashlib.sha256()
