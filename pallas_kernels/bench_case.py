@@ -36,6 +36,26 @@ EXACT_TYPES = {"xla_allow_excess_precision": False}
 
 
 @dataclasses.dataclass(frozen=True)
+class PublicProduct:
+    """The products of a case as public kernels know them: rows of activations by weights [rows, columns].
+
+    Attributes:
+      format: of the weights, 'bf16', 'fp8' or 'fp4'.
+      sizes: (rows, columns) of each weight, or of each expert's.
+      experts, routed: different experts, and rows that go to them altogether; 0 for a plain product of 8 rows.
+    """
+
+    format: str
+    sizes: tuple[tuple[int, int], ...]
+    experts: int = 0
+    routed: int = 0
+
+    def asked(self, name: str) -> dict[str, Any]:
+        """As JSON, with the name of the case."""
+        return {"name": name} | dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True)
 class OperationCase:
     """An operation with operands of one model's shapes.
 
@@ -54,6 +74,7 @@ class OperationCase:
       capability: the one compute capability that the fused body is written for, None if it is for all of them.
       choices: tile choices worth trying, by their name in the operation's tuning files. Of a name that several cases
         have, all must have the same.
+      public: what public kernels could compute in its place, to time them beside it.
     """
 
     operation: str
@@ -68,6 +89,7 @@ class OperationCase:
     interpreted: bool = False
     capability: str | None = None
     choices: Mapping[str, Sequence[Choice]] = dataclasses.field(default_factory=dict)
+    public: PublicProduct | None = None
 
     @property
     def model(self) -> str:

@@ -91,5 +91,7 @@ def _case(model: str, kind: Kind, products: str | None) -> OperationCase:
     return OperationCase(
         "attention_input", name, ("boundary_and_products",), size, bench_case.calls_for(size), operands, fused,
         definition, tolerances,
-        choices={tuning.by_shape(low.rows, exact.weight().shape[0] if exact else 0, spec.width): TILES},
+        choices={tuning.by_shape(low.rows, exact.weight().shape[0] if exact else 0, spec.width): TILES}
+        if kind == BEHIND[0]
+        else {},
     )  # fmt: skip

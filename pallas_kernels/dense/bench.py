@@ -6,6 +6,7 @@ from pallas_kernels import bench_case, tuning
 from pallas_kernels.bench_case import (
     SUMS,
     OperationCase,
+    PublicProduct,
     nudged,
     random_bf16,
     random_fp8,
@@ -14,6 +15,8 @@ from pallas_kernels.bench_case import (
 from pallas_kernels.dense import reference
 from pallas_kernels.dense.specs import EXACT_PRODUCTS, PRODUCTS, ExactSpec, ProductSpec
 
+# What a step multiplies in a launch of its own.
+ALONE = ("v4-flash wo_b", "v4.1-flash wo_b", "demo wo_b")
 # Four or eight warps a tile; whole rows (long shares leave short sums to their reader) or the shares that warps allow;
 # weight loads of a turn kept together, or spread over the arithmetic.
 TILES = (
@@ -43,7 +46,10 @@ def _product_case(name: str, spec: ProductSpec) -> OperationCase:
     return OperationCase(
         "dense", f"{name} product", ("fp8_product",), spec.matrix().bytes, bench_case.calls_for(spec.matrix().bytes),
         lambda calls: (random_rows(calls, spec.input(), spec.block), _matrices(spec, calls)),
-        fused, definition, {"product": SUMS}, choices={tuning.by_shape(spec.rows, spec.columns): TILES},
+        fused, definition, {"product": SUMS},
+        # Public FP8 products know no groups of columns.
+        public=PublicProduct("fp8", ((spec.rows, spec.columns),)) if spec.groups == 1 else None,
+        choices={tuning.by_shape(spec.rows, spec.columns): TILES} if name in ALONE else {},
     )  # fmt: skip
 
 
@@ -65,7 +71,7 @@ def _exact_case(name: str, spec: ExactSpec) -> OperationCase:
     return OperationCase(
         "dense", f"{name} exact product", ("bf16_product",), size, bench_case.calls_for(size),
         lambda calls: (random_rows(calls, spec.input()), _weights(spec, calls)),
-        fused, definition, {"product": SUMS},
+        fused, definition, {"product": SUMS}, public=PublicProduct("bf16", ((spec.rows, spec.columns),)),
     )  # fmt: skip
 
 

@@ -5,7 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import bench_case, tiles, tuning
-from pallas_kernels.bench_case import HALVES, ROUNDED, SUMS, OperationCase, nudged, random_fp4, random_fp8
+from pallas_kernels.bench_case import (
+    HALVES,
+    ROUNDED,
+    SUMS,
+    OperationCase,
+    PublicProduct,
+    nudged,
+    random_fp4,
+    random_fp8,
+)
 from pallas_kernels.experts import reference
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.specs import SPECS, ExpertSpec
@@ -94,6 +103,9 @@ def _case(name: str, spec: ExpertSpec, distinct: int) -> OperationCase:
             "output": ROUNDED,
             "output of given rows": SUMS if single else HALVES,
         },
+        public=PublicProduct(  # gate and up together, then down
+            "fp4", ((2 * spec.channels, spec.width), (spec.width, spec.channels)), distinct, LIVE * spec.chosen
+        ),
         choices={
             tuning.by_shape(spec.width, spec.channels, what=product): TILES for product in ("gate_up", "down")
         },

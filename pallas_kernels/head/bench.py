@@ -6,7 +6,15 @@ import importlib
 import jax.numpy as jnp
 
 from pallas_kernels import bench_case, tuning
-from pallas_kernels.bench_case import EXACT, SUMS, OperationCase, nudged, random_bf16, random_rows
+from pallas_kernels.bench_case import (
+    EXACT,
+    SUMS,
+    OperationCase,
+    PublicProduct,
+    nudged,
+    random_bf16,
+    random_rows,
+)
 from pallas_kernels.head import reference
 from pallas_kernels.head.specs import SPECS, HeadSpec
 
@@ -42,6 +50,7 @@ def _case(name: str, spec: HeadSpec, body: str, kernels: tuple[str, ...]) -> Ope
         lambda calls: ((random_rows(1, spec.input()), random_bf16(0, spec.weight())), [None] * calls),
         fused, lambda shared, _: _named(*reference.logits_argmax(*shared, logits=True)),
         {"token": EXACT, "best": SUMS, "logits": SUMS},
+        public=PublicProduct("bf16", ((spec.tokens, spec.width),)),
         choices={tuning.by_shape(spec.tokens, spec.width): ({"warps": 4}, {"warps": 8})},
     )  # fmt: skip
 

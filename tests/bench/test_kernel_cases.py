@@ -1,14 +1,17 @@
 """Checking and timing of operations: verdicts, figures of made-up profiles, and what a machine is refused for."""
 
+import contextlib
 import dataclasses
 import json
+import math
+import sys
 import types
 
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.bench_case import OperationCase
-from v4flash.bench import kernel_cases
+from pallas_kernels.bench_case import OperationCase, PublicProduct
+from v4flash.bench import kernel_cases, peers, torch_peers
 from v4flash.errors import CapacityError
 from v4flash.profile.profile_table import Event
 
@@ -130,7 +133,8 @@ def test_a_bench_goes_on_behind_a_case_that_fails(monkeypatch):
     record = kernel_cases.bench(
         [failing("demo failing"), doubling("demo right", 2)], said.append, kept.append
     )
-    assert len(said) == 5 and len(kept) == 4 and kept[-1] is record
+    assert len(said) == 5 and len(kept) == 5 and kept[-1] is record
+    assert set(record["packages"]) == set(peers.PACKAGES)
     broken, timed = record["cases"]
     assert broken["problem"] == "ValueError: no such tile"
     assert (timed["microseconds"], timed["rate"], timed["share"]) == (2.0, 32_000_000, 0.5)
@@ -141,3 +145,141 @@ def test_a_bench_goes_on_behind_a_case_that_fails(monkeypatch):
         "reference_microseconds"
         not in kernel_cases.bench([doubling("demo right", 2)], said.append, reference=False)["cases"][0]
     )
+
+
+PUBLIC = PublicProduct("bf16", ((32, 64),))
+
+
+def with_peers(monkeypatch, program: str, *names: str) -> dict:
+    """What is heard of peers that a program speaks for."""
+    monkeypatch.setattr(peers, "COMMAND", (sys.executable, "-c", program))
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name == peers.CALLED)
+    cases = [dataclasses.replace(doubling(name, 2), public=PUBLIC) for name in names]
+    return peers.time_peers([doubling("demo unasked", 2), *cases], print)
+
+
+def test_public_kernels_stand_beside_their_cases(monkeypatch):
+    program = (
+        "import json, sys\n"
+        "for case in json.load(sys.stdin):\n"
+        "    assert case['sizes'] == [[32, 64]] and case['format'] == 'bf16'\n"
+        "    print(json.dumps({'name': case['name'], 'peer': 'other', 'microseconds': 2.0, 'bytes': 4096}))"
+    )
+    found = with_peers(monkeypatch, program, "demo one", "demo two")
+    peer = {"peer": "other", "microseconds": 2.0, "bytes": 4096, "rate": 2_048_000_000}
+    assert found == {"demo one": [peer], "demo two": [peer]}
+
+
+def test_a_peer_that_dies_is_named_with_what_it_said(monkeypatch):
+    program = (
+        'print(\'{"name": "demo one", "peer": "other", "problem": "no such kernel"}\')\n'
+        "print('{\"name\": \"demo', end='', flush=True)\n"
+        "raise SystemExit('out of memory')"
+    )
+    found = with_peers(monkeypatch, program, "demo one", "demo two")
+    assert found["demo one"] == [{"peer": "other", "problem": "no such kernel"}]
+    assert found["demo two"] == [{"peer": "torch", "problem": "out of memory"}]
+
+
+def test_packages_that_are_absent_are_named(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    found = peers.packages()
+    assert set(found) == {"torch", "triton_kernels", "tokamax"}
+    assert not any(package["version"] or package["timed"] for package in found.values())
+    assert peers.time_peers([dataclasses.replace(doubling("demo one", 2), public=PUBLIC)], print) == {}
+
+
+class Recorded:
+    """Stands for torch: arrays are shapes, kernels are names, and every replay takes a millisecond."""
+
+    def __init__(self):
+        self.calls, self.float8_e4m3fn, self.bfloat16, self.float32, self.int32 = (
+            [],
+            "fp8",
+            "bf16",
+            "f32",
+            "i32",
+        )
+        self.nn = types.SimpleNamespace(functional=self)
+        self.cuda = self
+
+    def randn(self, shape, generator, device, dtype):
+        return Array(shape, dtype)
+
+    def ones(self, shape, device, dtype):
+        return Array(shape, dtype)
+
+    def tensor(self, values, device, dtype):
+        return values
+
+    def linear(self, x, weight):
+        assert x.shape[1] == weight.shape[1]
+        self.calls.append(("linear", x.shape, weight.shape))
+
+    def _scaled_mm(self, x, weight, scale_a, scale_b, out_dtype):
+        assert x.dtype == weight.dtype == "fp8" and x.shape[1] == weight.shape[0]
+        self.calls.append(("scaled", x.shape, weight.shape))
+
+    def grouped_mm(self, x, weight, offs):
+        assert x.shape[1] == weight.shape[1] and len(offs) == weight.shape[0] and offs[-1] == x.shape[0]
+        self.calls.append(("grouped", x.shape, weight.shape))
+
+    def Generator(self, device):
+        return types.SimpleNamespace(manual_seed=lambda seed: seed)
+
+    def Stream(self):
+        return None
+
+    def stream(self, stream):
+        return contextlib.nullcontext()
+
+    def graph(self, graph, stream):
+        return contextlib.nullcontext()
+
+    def CUDAGraph(self):
+        return types.SimpleNamespace(replay=lambda: None)
+
+    def Event(self, enable_timing):
+        return types.SimpleNamespace(record=lambda: None, elapsed_time=lambda last: 4.0)
+
+    def synchronize(self):
+        pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    shape: tuple
+    dtype: str
+
+    def to(self, dtype):
+        return Array(self.shape, dtype)
+
+    def t(self):
+        return Array(self.shape[::-1], self.dtype)
+
+    def transpose(self, first, second):
+        assert (first, second) == (1, 2)
+        return Array((self.shape[0], self.shape[2], self.shape[1]), self.dtype)
+
+    def numel(self):
+        return math.prod(self.shape)
+
+    def element_size(self):
+        return {"fp8": 1, "bf16": 2}[self.dtype]
+
+
+@pytest.mark.parametrize(
+    ("public", "call", "calls", "size"),
+    [
+        (PublicProduct("bf16", ((1 << 15, 1 << 12),)), ("linear", (8, 1 << 12), (1 << 15, 1 << 12)), 4, 1 << 28),
+        (PublicProduct("fp8", ((1 << 12, 1 << 13),)), ("scaled", (16, 1 << 13), (1 << 13, 1 << 12)), 16, 1 << 25),
+        (PublicProduct("fp4", ((64, 32),), 5, 12), ("grouped", (12, 32), (5, 32, 64)), 32, 5 * 64 * 32 * 2),
+    ],
+)  # fmt: skip
+def test_how_pytorch_is_asked(public, call, calls, size):
+    torch = Recorded()
+    found = torch_peers.measured(torch, public.asked("demo one"))
+    assert (
+        set(torch.calls) == {call} and len(torch.calls) == 3 * calls
+    )  # twice before the capture, once in it
+    assert (found["bytes"], found["microseconds"]) == (size, round(1000 / calls, 2))

@@ -14,11 +14,17 @@ from v4flash.cli import kernel_cases
 TIMED = {
     "device": {"platform": "gpu", "kind": "Some GPU"},
     "copy_bandwidth": 4_000_000_000_000,
+    "packages": {
+        "torch": {"version": "2.11", "timed": True, "kernels": "products"},
+        "triton_kernels": {"version": None, "timed": False, "kernels": "experts"},
+        "tokamax": {"version": "1.0", "timed": False, "kernels": "attention"},
+    },
     "cases": [
         {
             "name": "v4-flash experts", "microseconds": 118.8, "rate": 3_587_000_000_000, "share": 0.8968,
             "span_microseconds": 120.1, "launches": 3.0, "kernel_microseconds": {"gate_up": 74.7, "down": 44.1},
             "reference_microseconds": 2710.4,
+            "peers": [{"peer": "torch grouped_mm", "microseconds": 412.0, "bytes": 1.5e9, "rate": 3.64e12}],
         },
         {
             "name": "v4-flash router", "microseconds": 7.1, "rate": 304_000_000_000, "share": 0.076,
@@ -134,5 +140,11 @@ def test_table_of_times():
     lines = kernel_cases.bench_text(TIMED).splitlines()
     assert lines[0].startswith("Some GPU: copy bandwidth 4.00 TB/s")
     assert lines[3].split() == "118.8 3587 90 % 120.1 2710.4 v4-flash experts gate_up 74.7, down 44.1".split()
-    assert lines[4].split() == "7.1 304 8 % 8.2 - v4-flash router route 7.1".split()
-    assert lines[5].endswith("ValueError: no such tile")
+    assert lines[4].split() == "3640 412.0 torch grouped_mm, 1.5 GB".split()
+    assert lines[5].split() == "7.1 304 8 % 8.2 - v4-flash router route 7.1".split()
+    assert lines[6].endswith("ValueError: no such tile")
+    assert lines[7:] == [
+        "torch 2.11: products compared",
+        "triton_kernels is absent: experts not compared",
+        "tokamax 1.0: attention found, but this bench does not call them",
+    ]

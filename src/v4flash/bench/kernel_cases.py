@@ -23,6 +23,7 @@ import jax
 
 from pallas_kernels import bench_case, launch
 from pallas_kernels.bench_case import OperationCase, Pair
+from v4flash.bench import peers
 from v4flash.bench.real_step import copy_bandwidth
 from v4flash.engine.backends import CAPABILITIES, PACKAGES, current_device
 from v4flash.errors import CapacityError
@@ -149,8 +150,9 @@ def bench(
     say: Callable[[str], None],
     keep: Callable[[dict[str, Any]], None] = lambda record: None,
     reference: bool = True,
+    public: bool = True,
 ) -> dict[str, Any]:
-    """Times every case's chain, then the definitions as XLA compiles them; needs a GPU.
+    """Times every case's chain, then the definitions as XLA compiles them, then public kernels; needs a GPU.
 
     Cases for another GPU are left out. `say` hears one line of progress at a time; `keep` gets the record, unfinished
     at first, after each case. Returns the record, JSON-ready: rates are over the bytes that a call has to read. Raises
@@ -177,6 +179,13 @@ def bench(
     timed(_compiled_chain, _timed_chain)
     if reference:
         timed(_compiled_reference, _timed_reference)
+    if public:
+        record["packages"] = peers.packages()
+        found = peers.time_peers(cases, say)
+        for row in rows:
+            if row["name"] in found:
+                row["peers"] = found[row["name"]]
+        keep(record)
     return record
 
 

@@ -40,6 +40,9 @@ def _add_timing(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-reference", action="store_true", help="do not time the definitions as XLA compiles them"
     )
+    parser.add_argument(
+        "--no-peers", action="store_true", help="do not time public kernels that are installed here"
+    )
 
 
 def chosen(options: argparse.Namespace) -> tuple:
@@ -139,8 +142,9 @@ def run_bench(options: argparse.Namespace) -> int:
 
     messages, facts = Messages(options.quiet), run_facts()
     record = facts | kernel_cases.bench(
-        cases, messages.say, lambda unfinished: _write(out, facts | unfinished), not options.no_reference
-    )
+        cases, messages.say, lambda unfinished: _write(out, facts | unfinished), not options.no_reference,
+        not options.no_peers,
+    )  # fmt: skip
     _write(out, record)
     print(json.dumps(record, indent=1) if options.json else bench_text(record))
     return 1 if any("problem" in case for case in record["cases"]) else 0
@@ -167,7 +171,26 @@ def bench_text(record: dict[str, Any]) -> str:
             f"{case['span_microseconds']:8.1f} {'-' if reference is None else f'{reference:.1f}':>9}  "
             f"{case['name']:<52} {each}"
         )
+        lines += [_peer_line(peer) for peer in case.get("peers", ())]
+    lines += [_package_line(name, package) for name, package in record.get("packages", {}).items()]
     return "\n".join(lines)
+
+
+def _peer_line(peer: dict[str, Any]) -> str:
+    """A public kernel's time stands under the span: gaps are in it."""
+    if "problem" in peer:
+        return f"{'':44} {peer['peer']}: {peer['problem']}"
+    return (
+        f"{'':8} {peer['rate'] / 1e9:6.0f} {'':6} {peer['microseconds']:8.1f} {'':9}    "
+        f"{peer['peer']}, {amount(peer['bytes'])}"
+    )
+
+
+def _package_line(name: str, package: dict[str, Any]) -> str:
+    if package["version"] is None:
+        return f"{name} is absent: {package['kernels']} not compared"
+    compared = "compared" if package["timed"] else "found, but this bench does not call them"
+    return f"{name} {package['version']}: {package['kernels']} {compared}"
 
 
 def _out(options: argparse.Namespace) -> Path | None:
