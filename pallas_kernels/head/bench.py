@@ -29,7 +29,11 @@ def cases() -> tuple[OperationCase, ...]:
 
 def _triton(name: str, spec: HeadSpec) -> OperationCase:
     """What a step launches."""
-    return _case(f"{name} head", spec, "fused", ("tile_winners", "winners"))
+    return dataclasses.replace(
+        _case(f"{name} head", spec, "fused", ("tile_winners", "winners")),
+        public=PublicProduct("bf16", ((spec.tokens, spec.width),)),
+        choices={tuning.by_shape(spec.tokens, spec.width): ({"warps": 4}, {"warps": 8})},
+    )
 
 
 def _mosaic(name: str, spec: HeadSpec) -> OperationCase:
@@ -50,8 +54,6 @@ def _case(name: str, spec: HeadSpec, body: str, kernels: tuple[str, ...]) -> Ope
         lambda calls: ((random_rows(1, spec.input()), random_bf16(0, spec.weight())), [None] * calls),
         fused, lambda shared, _: _named(*reference.logits_argmax(*shared, logits=True)),
         {"token": EXACT, "best": SUMS, "logits": SUMS},
-        public=PublicProduct("bf16", ((spec.tokens, spec.width),)),
-        choices={tuning.by_shape(spec.tokens, spec.width): ({"warps": 4}, {"warps": 8})},
     )  # fmt: skip
 
 
