@@ -2,10 +2,13 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels import bench_case
+from pallas_kernels import bench_case, tuning
 from pallas_kernels.attention_output import reference
 from pallas_kernels.attention_output.specs import SPECS, OutputSpec
 from pallas_kernels.bench_case import EXACT, ROUNDED, OperationCase, nudged, random_fp8, random_rows
+
+# Halves of its first turn's weights that the second product holds while it waits; warps.
+TILES = ({"held": 0}, {"held": 2}, {"warps": 4}, {"warps": 8})
 
 
 def cases() -> tuple[OperationCase, ...]:
@@ -43,4 +46,5 @@ def _case(model: str, spec: OutputSpec) -> OperationCase:
     return OperationCase(
         "attention_output", f"{model} output projection", ("output_projection",), size,
         bench_case.calls_for(size), operands, fused, definition, {"output": ROUNDED, "counters": EXACT},
+        choices={tuning.by_shape(first.rows, second.rows): TILES},
     )  # fmt: skip

@@ -6,7 +6,7 @@ Knows: shapes, and how both products are cut. Does not know: the bodies (`kernel
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import device_barrier, launch, tiles
+from pallas_kernels import device_barrier, launch, tiles, tuning
 from pallas_kernels.attention_output import kernels
 from pallas_kernels.dense import fused as dense
 from pallas_kernels.dense.packing import half_terms
@@ -36,14 +36,14 @@ def project(
     scale_block: int,
     round_block: int,
     dtype,
-    held: int = HELD,
+    held: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.project` in one launch: the output in parts float32 [S, R, D], and the next counters.
 
     Args: as there, and
       scale_block: block of both matrices' weight scales, 128 or 32.
       counters: from `device_barrier.counters`, at least `counter_lines` lines.
-      held: 0, 1 or 2, see `dense.kernels.waiting_fp8_program`.
+      held: 0, 1 or 2, see `dense.kernels.waiting_fp8_program`; by default what was measured for these shapes.
     """
     columns = first.words.shape[0] * tiles.TILE
     if round_block % tiles.TILE or columns % _block(round_block):
@@ -58,7 +58,10 @@ def project(
     latent = jax.ShapeDtypeStruct((tiles.ROWS, columns), jnp.float16 if round_block else dtype)
     near = dense.fp8_settings(heads, first, scale_block, groups)
     far = dense.fp8_settings(latent, second, scale_block)
-    warps = min(near["WARPS"], far["WARPS"])
+    untuned = {"held": HELD, "warps": min(near["WARPS"], far["WARPS"])}
+    name = tuning.by_shape(columns, second.words.shape[0] * tiles.TILE)
+    tile = tuning.choice("attention_output", name, untuned)
+    warps = tile["warps"]
     near = dense.fp8_settings(heads, first, scale_block, groups, warps=warps)
     far = dense.fp8_settings(latent, second, scale_block, warps=warps)
     out, _, _, counters = launch.call(
@@ -84,6 +87,6 @@ def project(
         JOINED=_block(round_block) // tiles.TILE,
         DTYPE=triton_type(dtype),
         ROUND=bool(round_block),
-        HELD=held,
+        HELD=tile["held"] if held is None else held,
     )
     return out, counters

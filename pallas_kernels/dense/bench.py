@@ -2,7 +2,7 @@
 
 import jax
 
-from pallas_kernels import bench_case, tuning
+from pallas_kernels import bench_case
 from pallas_kernels.bench_case import (
     SUMS,
     OperationCase,
@@ -14,15 +14,6 @@ from pallas_kernels.bench_case import (
 )
 from pallas_kernels.dense import reference
 from pallas_kernels.dense.specs import EXACT_PRODUCTS, PRODUCTS, ExactSpec, ProductSpec
-
-# What a step multiplies in a launch of its own.
-ALONE = ("v4-flash wo_b", "v4.1-flash wo_b", "demo wo_b")
-# Four or eight warps a tile; whole rows (long shares leave short sums to their reader) or the shares that warps allow;
-# weight loads of a turn kept together, or spread over the arithmetic.
-TILES = (
-    {"warps": 4}, {"warps": 8}, {"warps": 4, "fenced": 1}, {"warps": 8, "fenced": 1},
-    {"warps": 4, "splits": 1}, {"warps": 8, "splits": 1},
-)  # fmt: skip
 
 
 def cases() -> tuple[OperationCase, ...]:
@@ -49,7 +40,6 @@ def _product_case(name: str, spec: ProductSpec) -> OperationCase:
         fused, definition, {"product": SUMS},
         # Public FP8 products know no groups of columns.
         public=PublicProduct("fp8", ((spec.rows, spec.columns),)) if spec.groups == 1 else None,
-        choices={tuning.by_shape(spec.rows, spec.columns): TILES} if name in ALONE else {},
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ Knows: shapes, and how many warps and shares of the columns a product gets. Does
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import launch, tiles, tuning
+from pallas_kernels import launch, tiles
 from pallas_kernels.dense import kernels
 from pallas_kernels.dense.packing import bfloat_terms, half_terms
 from pallas_kernels.tiles import PackedMatrix
@@ -38,18 +38,13 @@ def product(
     groups: int = 1,
     splits: int | None = None,
     warps: int | None = None,
-    fenced: bool | None = None,
+    fenced: bool = False,
 ) -> jax.Array:
     """`reference.product` as partial sums float32 [S, R, N] over S shares of the columns.
 
     `scale_block` is the block of the weight scales, 128 or 32. bf16 x is read as fp16. `splits` chooses S, `warps`
-    how many (4 or 8) share a tile, and `fenced` whether a warp's weight loads are kept together; None takes what was
-    measured for the shape.
+    how many (4 or 8) share a tile, and `fenced` whether a warp's weight loads are kept together.
     """
-    name = tuning.by_shape(matrix.words.shape[0] * tiles.TILE, x.shape[1] // groups)
-    tile = tuning.choice("dense", name, {"splits": None, "warps": None, "fenced": 0})
-    splits, warps = splits or tile["splits"], warps or tile["warps"]
-    fenced = bool(tile["fenced"]) if fenced is None else fenced
     terms, settings = _fp8_launch(x, matrix, scale_block, groups, splits, warps)
     outputs = [partial(settings["SPLITS"], settings["TILES"])]
     return launch.call(kernels.fp8_product, terms, *matrix, outputs=outputs, FENCED=fenced, **settings)[0]

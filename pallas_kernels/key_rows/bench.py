@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import bench_case
+from pallas_kernels import bench_case, tuning
 from pallas_kernels.bench_case import (
     EXACT,
     ROUNDED,
@@ -25,6 +25,8 @@ from pallas_kernels.rows import Columns, turn_table
 
 ROWS, RING, SPLITS, CALLS = 8, 136, 4, 6
 BESIDE = 64  # columns of another product in front of each
+# Halves of the query product's first turn that its programs hold while they wait; warps.
+TILES = ({"held": 0}, {"held": 1}, {"warps": 4}, {"warps": 8})
 FREQUENCIES = 160000.0 ** -(np.arange(0, 64, 2) / 64)
 
 
@@ -210,6 +212,7 @@ def _query_settings(kind: Kind) -> dict:
     size = kind.product.matrix().bytes
     return dict(
         operation="key_rows", kernels=("cache_writes_and_queries",), bytes=size + _bytes(kind),
+        choices={tuning.by_shape(kind.product.rows, kind.product.columns): TILES},
         calls=bench_case.calls_for(size), operands=lambda calls: _query_operands(kind, calls),
         tolerances=_tolerances(kind) | {"queries": ROUNDED if kind.spec.quantise else SUMS, "counters": EXACT},
     )  # fmt: skip

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import device_barrier, launch
+from pallas_kernels import device_barrier, launch, tiles, tuning
 from pallas_kernels.dense import fused as dense
 from pallas_kernels.key_rows import kernels, specs
 from pallas_kernels.key_rows.pooling import POOL_ITEMS
@@ -215,7 +215,9 @@ def _write_and_query(
     """The launch of cache writes and the product of the query latents."""
     own = _writes(rows, caches, length, count, spec, pool, compressor, index)
     latent = own.outputs[-1]
-    product = dense.fp8_settings(latent, matrix, scale_block)
+    name = tuning.by_shape(matrix.words.shape[0] * tiles.TILE, latent.shape[1])
+    tile = tuning.choice("key_rows", name, {"held": HELD, "warps": None})
+    product = dense.fp8_settings(latent, matrix, scale_block, warps=tile["warps"])
     grid, terms = product.pop("grid"), product["TERMS"]
     entries, padded = own.constants["ENTRIES"], own.constants["N"]
     pooled = pool is not None and pool.ratio > 1
@@ -249,7 +251,7 @@ def _write_and_query(
         **product,
         SHARES=shares,
         INDEX_SHARES=index_shares,
-        HELD=HELD,
+        HELD=tile["held"],
         WRITES=writes,
     )
     return _kept(caches, written), queries, counters
