@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -68,6 +69,14 @@ def test_no_router_chooses_an_expert_that_is_not_there(config):
         leaf = jax.ShapeDtypeStruct((count,), jnp.float32)
         bias = random_weights._values(("gate", "bias"), leaf, config, experts, 1)
         assert bool(jnp.all(bias[resident:] < -1e20)) and bool(jnp.all(jnp.abs(bias[:resident]) < 1e3))
+
+
+def test_token_maps_stay_in_the_compressed_vocabulary(config):
+    """Beyond it a hash of 64 bits turns negative, and a table row would be read in front of its table."""
+    few = dataclasses.replace(config, engram=SimpleNamespace(compressed_vocab_size=5))
+    leaf = jax.ShapeDtypeStruct((config.vocab_size,), jnp.int32)
+    made = random_weights._values(("token_map",), leaf, few, None, 1)
+    assert int(made.max()) == 4 and int(made.min()) == 0
 
 
 @pytest.mark.slow  # the command runs such weights every time, in their published layout

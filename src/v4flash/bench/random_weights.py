@@ -193,7 +193,9 @@ def _values(names: tuple[str, ...], leaf, config: ModelConfig, experts: Experts,
     if jnp.issubdtype(leaf.dtype, jnp.integer):
         if last in ("table", "tid2eid"):
             return _different(bench_case.key(number), leaf.shape, leaf.dtype, experts.resident)
-        return _integers(bench_case.key(number), leaf.shape, leaf.dtype, 0, config.vocab_size)
+        # Hash multipliers leave 64 bits room for ids of the compressed vocabulary, no more.
+        ids = config.engram.compressed_vocab_size if last == "token_map" else config.vocab_size
+        return _integers(bench_case.key(number), leaf.shape, leaf.dtype, 0, ids)
     if names[-2:] == ("gate", "bias"):
         bias = experts.bias
         if leaf.shape != bias.shape:  # a drafter's router over fewer experts, none of them popular
