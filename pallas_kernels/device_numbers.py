@@ -112,16 +112,16 @@ def thirds(x):
 
 
 @triton.jit
-def full_product(a, b, total, b_dtype: tl.constexpr):
-    """total + a @ b for float32 a [M, K] and b [K, N], where b holds values of `b_dtype`; nothing of a is lost.
+def full_product(a, b, b_dtype: tl.constexpr):
+    """a @ b for float32 a [B, M, K] and b [B, K, N], where b holds values of `b_dtype`; nothing of a is lost.
 
     bfloat16 values of b allow tensor cores: products of two bfloat16 numbers are exact in float32.
     """
     if b_dtype == tl.bfloat16 and not INTERPRETED:
         narrow = b.to(tl.bfloat16)
         high, middle, low = thirds(a)
-        total = tl.dot(low.to(tl.bfloat16), narrow, total)
+        total = tl.dot(low.to(tl.bfloat16), narrow)
         total = tl.dot(middle.to(tl.bfloat16), narrow, total)
         return tl.dot(high.to(tl.bfloat16), narrow, total)
     else:
-        return total + tl.dot(a, b, input_precision="ieee")
+        return tl.dot(a, b, input_precision="ieee")

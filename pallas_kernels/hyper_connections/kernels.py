@@ -33,6 +33,7 @@ from pallas_kernels.device_numbers import (
 )
 
 SUMMED_AT_ONCE = tl.constexpr(64)
+PRODUCTS = tl.constexpr(8)  # that a column program's product is split into
 
 
 @triton.jit
@@ -77,7 +78,7 @@ def column_program(
     stream = tl.arange(0, S)[None, :, None]
     columns = program * BD + tl.arange(0, BD)[None, None, :]
     same = tl.zeros((R, S, BD), tl.int32)  # gives an index its full shape, so that loads are spread alike
-    mix = tl.arange(0, W)[:, None]
+    mix = tl.arange(0, W)
     pre = given + rows * M + stream
     own_streams = streams + rows * (S * D) + columns + same
 
@@ -85,9 +86,12 @@ def column_program(
         collapse = tl.load(pre)
     # The weights depend on nothing: their loads are under way while the activations are fetched.
     if MIXES > 0:
-        flat = tl.arange(0, S * BD)[None, :]
-        used = (mix < MIXES) & (flat >= 0)
-        at = mix * (S * D) + flat // BD * D + (program * BD + flat % BD)
+        # In parts of the columns, one for a warp: warps that shared them would all do the same.
+        SHARE: tl.constexpr = S * BD // PRODUCTS if S * BD >= 16 * PRODUCTS else 16
+        part = tl.arange(0, S * BD // SHARE)[:, None, None]
+        flat = part * SHARE + tl.arange(0, SHARE)[None, None, :]
+        used = (mix < MIXES)[None, :, None] & (flat >= 0)
+        at = mix[None, :, None] * (S * D) + flat // BD * D + (program * BD + flat % BD)
         weights = tl.load(fn + at, mask=used, other=0.0)
 
     if EMBED:
@@ -125,11 +129,12 @@ def column_program(
     if MIXES > 0:
         narrow = tl.reshape(settled(new), (R, S * BD))
         tl.store(own + (W - 1), tl.sum(narrow * narrow, axis=1))
-        products = tl.zeros((W, R), tl.float32)
-        products = full_product(settled(weights), tl.trans(narrow), products, DTYPE)
+        shared = tl.permute(tl.reshape(narrow, (R, S * BD // SHARE, SHARE)), (1, 2, 0))
+        products = tl.sum(full_product(settled(weights), shared, DTYPE), axis=0)
         tl.store(
-            sums + (program * R + row[None, :]) * W + mix, products, mask=(mix < MIXES) & (row >= 0)[None, :]
-        )
+            sums + (program * R + row[None, :]) * W + mix[:, None], products,
+            mask=(mix < MIXES)[:, None] & (row >= 0)[None, :],
+        )  # fmt: skip
     arrive(counters, 0)
 
 

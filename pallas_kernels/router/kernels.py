@@ -28,7 +28,7 @@ from pallas_kernels.hyper_connections.kernels import (
 ROWS_DONE = tl.constexpr(1)  # line of the latch between row programs and gate programs
 GATE_DONE = tl.constexpr(2)  # line of the ticket of the gate programs
 LANES = tl.constexpr(128)  # experts that a warp holds of a row at once: 16 bytes a thread
-MOST_COLUMNS = tl.constexpr(256)  # of one product: every warp holds all of its weights
+CHUNK = tl.constexpr(128)  # columns of one warp's product: warps that shared them would all do the same
 SMALLEST = tl.constexpr(-(2**31))
 NOBODY = tl.constexpr(2**31 - 1)
 
@@ -70,42 +70,32 @@ def gate_program(
     SPLITS: tl.constexpr = D // BK
     expert = (program // SPLITS) * BE + tl.arange(0, BE)
     split = program % SPLITS
-    PIECE: tl.constexpr = BK if BK < MOST_COLUMNS else MOST_COLUMNS
-    PIECES: tl.constexpr = BK // PIECE
-    column = split * BK + tl.arange(0, PIECE)
+    OWN: tl.constexpr = BK if BK < CHUNK else CHUNK
+    chunk = tl.arange(0, BK // OWN)[:, None, None]
+    column = split * BK + chunk * OWN + tl.arange(0, OWN)[None, None, :]
     row = tl.arange(0, R)
-    own = ()
-    for piece in tl.static_range(PIECES):
-        at = weight + expert[:, None] * D + (column + piece * PIECE)[None, :]
-        own = own + (tl.load(at, mask=(expert < E)[:, None], other=0.0),)
+    real = (expert < E)[None, :, None] & (column >= 0)
+    own = tl.load(weight + expert[None, :, None] * D + column, mask=real, other=0.0)
     if program == 0:
         cell = tl.arange(0, R * R * 8)
         tl.store(route_weight + cell, 0.0, mask=cell < R * K * R)
         tl.store(slot + cell, -1, mask=cell < R * K * R)
-    factors = ()
     if DELAYED:
-        for piece in tl.static_range(PIECES):
-            factors = factors + (tl.load(norm + column + piece * PIECE)[None, :],)
+        factors = tl.load(norm + column).to(tl.float32)
     if AWAITED > 0:
         wait(counters, LINE, AWAITED)
-    rows = ()
-    for piece in tl.static_range(PIECES):
-        at = x + row[:, None] * D + (column + piece * PIECE)[None, :]
-        rows = rows + (tl.load(at, cache_modifier=".cg"),)
-    if DELAYED:
-        inverse = hidden_inverses(sums, AWAITED, R, D, W, NORM_EPS)[:, None]
+    rows = tl.load(x + row[None, :, None] * D + column, cache_modifier=".cg")
     DTYPE: tl.constexpr = x.dtype.element_ty
+    if DELAYED:
+        inverse = hidden_inverses(sums, AWAITED, R, D, W, NORM_EPS)[None, :, None]
+        rows = rounded(rows.to(tl.float32) * inverse * factors, DTYPE).to(DTYPE)
+    rows = tl.permute(rows, (0, 2, 1))
     exact: tl.constexpr = (weight.dtype.element_ty == tl.bfloat16) and (DTYPE == tl.bfloat16)
-    part = tl.zeros((BE, R), tl.float32)
-    for piece in tl.static_range(PIECES):
-        these = rows[piece]
-        if DELAYED:
-            these = rounded(these.to(tl.float32) * inverse * factors[piece].to(tl.float32), DTYPE).to(DTYPE)
-        if exact and not INTERPRETED:
-            part = tl.dot(own[piece], tl.trans(these), part)
-        else:
-            wide = own[piece].to(tl.float32)
-            part += tl.dot(wide, tl.trans(these).to(tl.float32), input_precision="ieee")
+    if exact and not INTERPRETED:
+        parts = tl.dot(own, rows)
+    else:
+        parts = tl.dot(own.to(tl.float32), rows.to(tl.float32), input_precision="ieee")
+    part = tl.sum(parts, axis=0)
     at = (split * R + row[None, :]) * E + expert[:, None]
     tl.store(logits + at, part, mask=(expert < E)[:, None] & (row >= 0)[None, :])
     return is_last(counters, GATE_DONE, GATES)
