@@ -77,8 +77,9 @@ def boundary_and_products(
     given, embed = boundaries.operands(source, norm, projection, coefficients, output, counters)
     rows, width, dtype = tiles.ROWS, spec.width, spec.type
     fixed = boundaries.constants(spec, rows, projection, tile.columns) | boundaries.parts_constants(output)
-    if not embed and source.shape != (rows, spec.streams, width):
-        raise ValueError(f"streams are {source.shape}, expected {(rows, spec.streams, width)}")
+    found, expected = (source[1].shape, (rows,)) if embed else (source.shape, (rows, spec.streams, width))
+    if found != expected:
+        raise ValueError(f"{'tokens' if embed else 'streams'} are {found}, expected {expected}")
     terms = 3 if dtype == jnp.float32 and weight is not None else 1
     count, chunks = dense.require_packed(_array(rows, width), matrix, width, 1)
     warps = tile.warps if chunks >= tile.warps else 4

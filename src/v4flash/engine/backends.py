@@ -79,6 +79,11 @@ def current_device() -> jax.Device:
     return next(iter(jnp.zeros(()).devices()))
 
 
+def can_launch() -> bool:
+    """Whether fused launches can run on JAX's default device, for passes of their number of rows."""
+    return _obstacle(ROWS) is None
+
+
 def _obstacle(rows: int) -> V4FlashError | None:
     """Why fused launches cannot run here, whatever the checkpoint."""
     device = current_device()
