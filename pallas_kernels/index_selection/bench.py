@@ -20,7 +20,7 @@ FREQUENCIES = 160000.0 ** -(np.arange(0, 64, 2) / 64)
 # Of the chosen entries, one in a hundred may be another whose score is nearly equal.
 CHOICE, SCORES = 0.1, 1e-3
 TOLERANCES = {
-    "counts": EXACT, "chosen": CHOICE, "scores": SCORES, "block counts": EXACT, "blocks": CHOICE, "counters": EXACT
+    "counts": EXACT, "chosen": CHOICE, "scores": SCORES, "block counts": EXACT, "blocks": CHOICE
 }  # fmt: skip
 
 
@@ -75,21 +75,18 @@ def _case(kind: Kind) -> OperationCase:
     blocks = -(-entries // spec.block)
 
     def operands(calls):
-        from pallas_kernels import device_barrier
-
         keys = [normal(100 + i, entries, spec.width, dtype=spec.type) for i in range(calls)]
         if spec.quantise:
             keys = [_rounded(own) for own in keys]
         candidates = random_candidates(spec, kind.length, kind.live) if spec.role == "member" else None
-        weights = normal(2, SPLITS, ROWS, BESIDE + spec.heads)
-        return (normal(1, 1, ROWS, columns), weights, candidates, device_barrier.counters(ROWS)), keys
+        return (normal(1, 1, ROWS, columns), normal(2, SPLITS, ROWS, BESIDE + spec.heads), candidates), keys
 
     def given(shared):
-        q, weights, *_ = shared
+        q, weights, _ = shared
         table = turn_table(kind.length + jnp.arange(ROWS), FREQUENCIES[: spec.rope // 2])
         return Columns(q, 0, columns), Columns(weights, BESIDE, spec.heads), table
 
-    def outputs(shared, keys, choice: Listed, published: Listed | None, counters: jax.Array) -> Outputs:
+    def outputs(shared, keys, choice: Listed, published: Listed | None) -> Outputs:
         chosen = _marked(choice, entries, kind.live)
         scores = jnp.where(chosen, reference.scores(*given(shared), keys, spec)[: kind.live], -jnp.inf)
         scores = jnp.sort(scores, axis=1)[:, -spec.topk :]
@@ -97,7 +94,6 @@ def _case(kind: Kind) -> OperationCase:
             "counts": choice.counts,
             "chosen": chosen,
             "scores": jnp.where(jnp.isfinite(scores), scores, 0),
-            "counters": counters,
         }
         if spec.role == "source":
             made |= {"block counts": published.counts, "blocks": _marked(published, blocks, kind.live)}
@@ -106,20 +102,18 @@ def _case(kind: Kind) -> OperationCase:
     def fused(shared, keys):
         from pallas_kernels.index_selection import fused as launches
 
-        q, weights, candidates, counters = shared
+        q, weights, candidates = shared
         length, live = jnp.int32(kind.length), jnp.int32(kind.live)
-        made = launches.choose(*given(shared), keys, length, live, counters, spec, candidates)
-        return outputs(shared, keys, *made), (nudged(q, made[0].counts[0]), weights, candidates, made[2])
+        made = launches.choose(*given(shared), keys, length, live, spec, candidates)
+        return outputs(shared, keys, *made), (nudged(q, made[0].counts[0]), weights, candidates)
 
     def definition(shared, keys):
-        *_, candidates, counters = shared
         length, live = jnp.int32(kind.length), jnp.int32(kind.live)
-        made = reference.choose(*given(shared), keys, length, live, spec, candidates)
-        return outputs(shared, keys, *made, counters)
+        return outputs(shared, keys, *reference.choose(*given(shared), keys, length, live, spec, shared[2]))
 
     seen = entries if spec.role != "member" else min(entries, ROWS * spec.kept * spec.block)
     return OperationCase(
-        "index_selection", kind.name, ("index_selection",),
+        "index_selection", kind.name, ("index_scores", "index_choice"),
         seen * spec.width * spec.type.itemsize + 4 * ROWS * (columns + SPLITS * spec.heads), CALLS, operands, fused,
         definition,
         TOLERANCES,

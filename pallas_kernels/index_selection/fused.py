@@ -14,7 +14,7 @@ from pallas_kernels.index_selection.specs import IndexSpec
 from pallas_kernels.rows import Columns
 
 NARROW_WIDTH = 64
-LONG, LONG_WARPS = 1 << 13, 16  # more blocks of a row than this are shared by more threads
+LONG = 1 << 13  # blocks of a row from which more threads share them
 MOST_BLOCKS = 1 << 14  # a row's blocks are held in registers, and two counts share one integer
 
 
@@ -43,19 +43,18 @@ def choose(
     keys: jax.Array,
     length: jax.Array,
     count: jax.Array,
-    counters: jax.Array,
     spec: IndexSpec,
     candidates: Listed | None = None,
     tile: dict[str, int] | None = None,
-) -> tuple[Listed, Listed | None, jax.Array]:
-    """`reference.choose` in one launch, and the counters for the next kernel. `tile` overrides the measured choice.
-
-    `counters` come from `device_barrier.counters`, a line for each of up to as many rows as there are.
-    """
-    rows, member = q.rows, spec.role == "member"
-    tile = tile or tuning.tiles("index_selection")["scores" if spec.width > NARROW_WIDTH else "narrow"]
+) -> tuple[Listed, Listed | None]:
+    """`reference.choose` in two launches. `tile` overrides the measured choice for the scores, and its "choosing
+    warps" that for the choice."""
+    rows, member, source = q.rows, spec.role == "member", spec.role == "source"
+    recorded = tuning.tiles("index_selection")
+    tile = tile or recorded["scores" if spec.width > NARROW_WIDTH else "narrow"]
     together = rows_together(rows, spec, tile["columns"])
     blocks = spec.kept if member else -(-keys.shape[0] // spec.block)
+    warps = recorded["long selection" if blocks > LONG else "selection"]["warps"]
     if blocks > MOST_BLOCKS:
         raise ValueError(
             f"{keys.shape[0]} entries in blocks of {spec.block}, expected at most {MOST_BLOCKS} blocks; "
@@ -64,53 +63,50 @@ def choose(
     if keys.dtype != spec.type:
         raise ValueError(f"index keys are {keys.dtype}, expected {spec.dtype}")
     lists = (candidates.ids, candidates.counts) if member else (length, length)
-    source, kept = spec.role == "source", max(spec.kept, 1)
     trivial = min(spec.topk, spec.kept * spec.block) if source else spec.topk
     signs = jnp.asarray(_hadamard_signs(spec.width), spec.type) if spec.hadamard else length
+    common = dict(RATIO=spec.ratio, ROLE=spec.role or "none", BLOCK=spec.block, KEPT=max(spec.kept, 1))
     shares = max(1, tile["programs"] * together // rows)
-    operands = (q.partials, weights.partials, table, signs, keys, length, count, *lists, counters)
-    lists_of_ids = [
-        (rows, spec.topk),
-        (rows,),
-        (rows, kept) if source else (1, 1),
-        (rows,),
-        (rows, spec.topk),
-    ]
-    ids, counts, blocks_kept, kept_counts, _, _, _, counters = launch.call(
-        kernels.index_selection,
-        *operands,
-        grid=(rows // together * shares + (2 if source else 1) * rows,),
+    values, peaks = launch.call(
+        kernels.index_scores,
+        *(q.partials, weights.partials, table, signs, keys, length, count, *lists),
+        grid=(shares, rows // together),
         outputs=[
-            *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in lists_of_ids),
             jax.ShapeDtypeStruct((rows, blocks * spec.block), jnp.float32),
             jax.ShapeDtypeStruct((rows, blocks), jnp.float32),
-            jax.ShapeDtypeStruct(counters.shape, counters.dtype),
         ],
-        aliases={len(operands) - 1: 7},
-        num_warps=tile["warps"] if blocks <= LONG else max(tile["warps"], LONG_WARPS),
+        num_warps=tile["warps"],
         num_stages=tile["stages"],
+        SHARES=shares,
         Q=q.layout,
         W=weights.layout,
         R=rows,
         HEADS=spec.heads,
         WIDTH=spec.width,
         ROPE=spec.rope,
-        RATIO=spec.ratio,
         QUANTISE=spec.quantise,
         HADAMARD=spec.hadamard,
-        ROLE=spec.role or "none",
-        BLOCK=spec.block,
-        KEPT=kept,
         TRIVIAL=trivial,
         BLOCKS=blocks,
         SCALE=(spec.width * spec.heads) ** -0.5,
         PARTS=_power_of_two(weights.layout[0]),
         ROWS=together,
         TILE=tile["keys"],
+        **common,
+    )
+    published = (rows, spec.kept) if source else (1, 1)
+    shapes = [(rows, spec.topk), (rows,), published, (rows,), (rows, spec.topk)]
+    ids, counts, kept, kept_counts, _ = launch.call(
+        kernels.index_choice,
+        *(values, peaks, length, count, *lists),
+        grid=(rows, 2 if source else 1),
+        outputs=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
+        num_warps=tile.get("choosing warps", warps),
+        BLOCKS=blocks,
         PADDED_BLOCKS=_power_of_two(blocks),
         TOPK=spec.topk,
         PADDED_TOPK=_power_of_two(spec.topk),
-        PADDED_KEPT=_power_of_two(kept),
-        SHARES=shares,
+        PADDED_KEPT=_power_of_two(common["KEPT"]),
+        **common,
     )
-    return Listed(ids, counts), Listed(blocks_kept, kept_counts) if source else candidates, counters
+    return Listed(ids, counts), Listed(kept, kept_counts) if source else candidates

@@ -19,7 +19,10 @@ TOLERANCES = {
     "expert_ids": EXACT, "count": EXACT, "slot": EXACT, "ids": EXACT, "weight": SUMS, "counters": EXACT
 }  # fmt: skip
 # One step away from what the launch has else: gate programs, warps, columns of a boundary's program.
-TILES = ({"gates": 32}, {"gates": 132}, {"warps": 4}, {"columns": 32}, {"columns": 128})
+TILES = (
+    {"gates": 32}, {"gates": 132}, {"warps": 4}, {"columns": 32}, {"columns": 128},
+    {"readers": 66}, {"readers": 0},
+)  # fmt: skip
 ALONE = ("v4-flash", "v4.1-flash", "v4.1-flash drafter", "demo", "demo drafter")
 
 

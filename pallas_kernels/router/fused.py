@@ -28,13 +28,13 @@ class Tile(NamedTuple):
 
     Attributes:
       gates: the most gate programs. warps: of every program. columns: of a column program.
-      askers: programs that ask for weights of the next launch.
+      readers: programs that read weights of the next launch.
     """
 
     gates: int = 132
     warps: int = 8
     columns: int = 64
-    askers: int = 66
+    readers: int = 132
 
 
 ALONE, JOINED = Tile(), Tile(gates=64)
@@ -145,7 +145,7 @@ def boundary_and_route(
     """The boundary in front of a mixture of experts and its router in one launch.
 
     Arguments as in `hyper_connections.fused.boundary` and `route`; streams are updated in place. `ahead`: an array
-    that the next launch reads first and that the second-level cache can keep; it is asked for it.
+    that the next launch reads first and that the second-level cache can keep; it is read into it.
     """
     rows = streams.shape[0]
     if rows != ROWS:
@@ -155,13 +155,13 @@ def boundary_and_route(
     parts, _, *given = boundaries.operands(streams, norm, projection, coefficients, output, counters)[0]
     fixed = boundaries.constants(spec, rows, projection, tile.columns) | boundaries.parts_constants(output)
     programs, dtype, width = spec.width // fixed["BD"], spec.type, spec.width
-    asked = counters if ahead is None else ahead
-    askers = 0 if ahead is None else tile.askers
-    operands = [parts, *given[:-1], *_operands(gate, tokens, count, counters), asked, counters]
+    early = counters if ahead is None else ahead
+    readers = 0 if ahead is None else tile.readers
+    operands = [parts, *given[:-1], *_operands(gate, tokens, count, counters), early, counters]
     made = launch.call(
         kernels.boundary_and_route,
         *operands,
-        grid=(programs + 2 * rows + gate_programs(router, tile.gates) + askers,),
+        grid=(programs + 2 * rows + gate_programs(router, tile.gates) + readers,),
         outputs=[
             _array(rows, spec.streams, width, dtype=dtype),
             _array(rows, spec.mixes),
@@ -174,8 +174,8 @@ def boundary_and_route(
         ],
         aliases={len(given) - 1: 0, len(operands) - 1: 13},
         num_warps=tile.warps,
-        ASKERS=askers,
-        AHEAD=asked.size * asked.dtype.itemsize,
+        READERS=readers,
+        AHEAD=early.size * early.dtype.itemsize,
         **fixed,
         **constants(router, gate, tile.gates),
     )

@@ -8,7 +8,7 @@ model, or how the launch is made (fused.py).
 
 With the boundary, the programs of hyper_connections/kernels.py come first; gate programs have their weights under
 way from the start and wait for the row programs, or with delayed mixing only for the column programs. The last
-ASKERS programs ask for weights that the next launch reads in the second-level cache: this launch, a chain of short
+READERS programs read weights of the next launch, so that the second-level cache has them: this launch, a chain of short
 steps, leaves memory idle. They let the column programs read first. Everyone waits for smaller numbers only.
 """
 
@@ -17,7 +17,7 @@ import triton.language as tl
 
 from pallas_kernels.device_barrier import is_last, leave, wait
 from pallas_kernels.device_numbers import INTERPRETED, rounded
-from pallas_kernels.device_prefetch import prefetch_share
+from pallas_kernels.device_prefetch import read_share
 from pallas_kernels.hyper_connections.kernels import (
     coefficient_program,
     column_program,
@@ -239,18 +239,18 @@ def boundary_and_route(
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, DELAYED: tl.constexpr, ROUND: tl.constexpr, B: tl.constexpr,
     NB: tl.constexpr, NORM_EPS: tl.constexpr, MIX_EPS: tl.constexpr, ITERATIONS: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, HASHED: tl.constexpr,
-    SCALING: tl.constexpr, SUM_EPS: tl.constexpr, ASKERS: tl.constexpr, AHEAD: tl.constexpr,
+    SCALING: tl.constexpr, SUM_EPS: tl.constexpr, READERS: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The boundary in front of a mixture of experts, then its router; AHEAD bytes are asked for from `ahead` on.
+    """The boundary in front of a mixture of experts, then its router; READERS share AHEAD bytes from `ahead` on.
 
-    Grid D // BD + 2 R + ceil(E / BE) * D // BK + ASKERS.
+    Grid D // BD + 2 R + ceil(E / BE) * D // BK + READERS.
     """
     G: tl.constexpr = D // BD
     GATES: tl.constexpr = (E + BE - 1) // BE * (D // BK)
     # With delayed mixing the gate needs no more than the column programs' rows, else the row programs'.
     LINE: tl.constexpr = 0 if DELAYED else ROWS_DONE
     AWAITED: tl.constexpr = G if DELAYED else R
-    WAITERS: tl.constexpr = 2 * R + ASKERS + (GATES if DELAYED else 0)
+    WAITERS: tl.constexpr = 2 * R + READERS + (GATES if DELAYED else 0)
     program = tl.program_id(0)
     if program < G:
         column_program(
@@ -283,7 +283,7 @@ def boundary_and_route(
             )  # fmt: skip
         leave(counters, LINE, WAITERS if DELAYED else GATES)
     else:
-        if ASKERS:
+        if READERS:
             wait(counters, 0, G)
-            prefetch_share(ahead, program - G - 2 * R - GATES, ASKERS, AHEAD)
+            read_share(ahead, program - G - 2 * R - GATES, READERS, AHEAD)
             leave(counters, 0, WAITERS)

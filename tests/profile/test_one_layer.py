@@ -5,7 +5,8 @@ import pytest
 from v4flash.profile import one_layer
 
 ATTENTION = [
-    "boundary_and_products", "cache_writes_and_queries", "index_selection", "attention_core", "output_projection",
+    "boundary_and_products", "cache_writes_and_queries", "index_scores", "index_choice", "attention_core",
+    "output_projection",
 ]  # fmt: skip
 EXPERTS = ["boundary_and_route", "gate_up", "down"]
 COMPUTED_ONCE = 2  # kernels for rotations, which all layers of a model share

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import device_barrier, launch
+from pallas_kernels import launch
 from pallas_kernels.index_selection import fused, kernels, reference
 from pallas_kernels.index_selection.reference import Listed
 from pallas_kernels.index_selection.specs import IndexSpec
@@ -60,17 +60,8 @@ def same(found, expected):
         )
 
 
-def fused_choice(operands, candidates=None):
-    """The fused choice, whose counters must be left at zero."""
-    *arrays, spec = operands
-    counters = device_barrier.counters(ROWS)
-    found, published, counters = fused.choose(*arrays, counters, spec, candidates, TILE)
-    assert not np.any(counters)
-    return found, published
-
-
 def check(operands, candidates=None):
-    found, published = fused_choice(operands, candidates)
+    found, published = fused.choose(*operands, candidates, TILE)
     expected, expected_published = REFERENCE(*operands, candidates)
     same(found, expected)
     if operands[6].role == "source":
@@ -127,7 +118,7 @@ def test_rounded_queries(hadamard):
     operands = case(spec, 64, 90, 8, whole=False)
     q, weights, table, keys, *_ = operands
     operands[3] = keys = reference.formats.fp4_index_round_trip(keys, reference.INDEX_BLOCK)
-    found, _ = fused_choice(operands)
+    found, _ = fused.choose(*operands, None, TILE)
     values = np.asarray(SCORES(q, weights, table, keys, spec))
     for row in range(ROWS):
         seen = (90 + row + 1) // spec.ratio

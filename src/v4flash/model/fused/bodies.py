@@ -219,7 +219,6 @@ class FusedBodies(ReferenceBodies):
             row_launches.COUNTER_LINES,
             output_launches.counter_lines(config.o_groups * config.o_lora_rank, self.round_block),
             chain_launches.COUNTER_LINES,
-            rows,  # the index has one for each
         )
         self.counters = device_barrier.counters(max(lines))
 
@@ -286,10 +285,7 @@ class FusedBodies(ReferenceBodies):
         return made, queries
 
     def choose(self, q, weights, table, keys, length, count, spec, candidates):
-        chosen, candidates, self.counters = self._index.choose(
-            q, weights, table, keys, length, count, self.counters, spec, candidates
-        )
-        return chosen, candidates
+        return self._index.choose(q, weights, table, keys, length, count, spec, candidates)
 
     def attend(self, q, table, sink, ring, length, count, far, spec, following):
         output, self.counters = self._attention.attend(
