@@ -6,6 +6,7 @@ Triton: a case imports its launches when they are called.
 
 import functools
 import importlib
+from collections.abc import Sequence
 
 from pallas_kernels.bench_case import OperationCase
 
@@ -33,6 +34,12 @@ def cases() -> tuple[OperationCase, ...]:
         for operation in OPERATIONS
         for case in importlib.import_module(f"pallas_kernels.{operation}.bench").cases()
     )
+
+
+def tuned_with(some: Sequence[OperationCase]) -> tuple[OperationCase, ...]:
+    """The cases whose tile choices have a name that `some` have too: together they say which choice is the fastest."""
+    names = {(case.operation, name) for case in some for name in case.choices}
+    return tuple(case for case in cases() if any((case.operation, name) in names for name in case.choices))
 
 
 def chosen(only: str | None = None, model: str | None = None) -> tuple[OperationCase, ...]:

@@ -53,8 +53,9 @@ def clock(monkeypatch):
 
 
 def test_the_fastest_right_choice_wins_and_is_written(clock, tmp_path):
-    said = []
-    record = kernel_tuning.tune([scaling("demo one"), scaling("demo other")], said.append)
+    said, kept = [], []
+    record = kernel_tuning.tune([scaling("demo one"), scaling("demo other")], said.append, kept.append)
+    assert kept == [record]
     (trial,) = record["trials"]
     assert trial["cases"] == ["demo one", "demo other"] and trial["winner"] == FAST
     assert [one["choice"] for one in trial["candidates"]] == [{}, SLOW, FAST]
@@ -144,6 +145,13 @@ def test_launches_look_up_what_is_tuned_and_take_it(operation, monkeypatch):
                     with tuning.trying(operation, trial.name, candidate):
                         jax.eval_shape(lambda shared, own, case=case: case.fused(shared, own), shared, own)
                     assert (operation, trial.name) in asked, case.name
+
+
+def test_a_name_is_judged_by_all_cases_that_have_it():
+    chosen = registry.tuned_with(registry.chosen("512 chosen entries of 4"))
+    assert {case.model for case in chosen} == {"v4-flash", "v4.1-flash"}
+    assert {name for case in chosen for name in case.choices} == {"chosen"}
+    assert registry.tuned_with(registry.chosen("engram")) == ()
 
 
 def test_which_choice_is_taken(monkeypatch):

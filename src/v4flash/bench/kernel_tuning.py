@@ -59,12 +59,17 @@ def trials(cases: Sequence[OperationCase]) -> tuple[Trial, ...]:
     )
 
 
-def tune(cases: Sequence[OperationCase], say: Callable[[str], None]) -> dict[str, Any]:
+def tune(
+    cases: Sequence[OperationCase],
+    say: Callable[[str], None],
+    keep: Callable[[dict[str, Any]], Any] = lambda record: None,
+) -> dict[str, Any]:
     """Tries every choice of the cases; needs a GPU. Returns the record, JSON-ready.
 
-    `say` hears a line for each name of choices. Its `trials` hold, for each candidate, microseconds of one call (the
-    sum over cases of medians over rounds), their spread (half of what rounds differ by), or the problem that rules it
-    out; and `winner`, the choice that is faster than what is recorded by more than both spreads, or None.
+    `say` hears a line for each name of choices; `keep` gets the record, unfinished at first, after each. Its `trials`
+    hold, for each candidate, microseconds of one call (the sum over cases of medians over rounds), their spread (half
+    of what rounds differ by), or the problem that rules it out; and `winner`, the choice that is faster than what is
+    recorded by more than both spreads, or None.
     """
     wanted = trials(kernel_cases.timeable(cases))
     parts = [(trial, case, choice) for trial in wanted for case in trial.cases for choice in trial.candidates]
@@ -73,6 +78,13 @@ def tune(cases: Sequence[OperationCase], say: Callable[[str], None]) -> dict[str
     references = {case.name: made for case, made in kernel_cases.ahead(definitions, _compiled_definition)}
     compiled = [made for _, made in kernel_cases.ahead(parts, _compiled)]
     futures, rows = iter(compiled), []
+    record = {
+        "schema": SCHEMA,
+        "device": kernel_cases.device(),
+        "gpu": tuning.gpu(),
+        "rounds": ROUNDS,
+        "trials": rows,
+    }
     for trial in wanted:
         found: list[dict[str, Any]] = [{"choice": dict(choice)} for choice in trial.candidates]
         for case in trial.cases:
@@ -86,13 +98,8 @@ def tune(cases: Sequence[OperationCase], say: Callable[[str], None]) -> dict[str
         rows.append(row | {"candidates": [_summed(one) for one in found]})
         rows[-1]["winner"] = winner(rows[-1]["candidates"])
         say(described(rows[-1]))
-    return {
-        "schema": SCHEMA,
-        "device": kernel_cases.device(),
-        "gpu": tuning.gpu(),
-        "rounds": ROUNDS,
-        "trials": rows,
-    }
+        keep(record)
+    return record
 
 
 def _compiled(part: tuple[Trial, OperationCase, Choice]) -> Candidate:

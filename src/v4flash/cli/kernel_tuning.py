@@ -34,7 +34,9 @@ def run(options: argparse.Namespace) -> int:
     out = Path(options.out) if options.out else None
     if out is not None and not out.is_dir():
         raise UsageError(f"--out {out}: there is no such folder")
-    cases = [case for case in kernel_cases.chosen(options) if case.choices]
+    from pallas_kernels import registry
+
+    cases = registry.tuned_with(kernel_cases.chosen(options))
     if not cases:
         raise UsageError("none of these cases has tile choices to try")
     device.choose(options.device)
@@ -42,10 +44,16 @@ def run(options: argparse.Namespace) -> int:
 
     messages = Messages(options.quiet)
     heard = messages.say if options.json else print
-    record = kernel_cases.run_facts() | kernel_tuning.tune(cases, heard)
-    files = kernel_tuning.write_choices(record, out)
-    if out is not None:
-        (out / RECORD_NAME).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    facts = kernel_cases.run_facts()
+
+    def keep(record: dict) -> list[Path]:
+        if out is not None:
+            text = json.dumps(facts | record, indent=1)
+            (out / RECORD_NAME).write_text(text + "\n", encoding="utf-8")
+        return kernel_tuning.write_choices(record, out)
+
+    record = facts | kernel_tuning.tune(cases, heard, keep)
+    files = keep(record)
     if options.json:
         print(json.dumps(record, indent=1))
     for file in files:
