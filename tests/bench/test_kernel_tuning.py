@@ -39,7 +39,7 @@ def clock(monkeypatch):
         events, at = [], 0.0
         for turn in range(rounds):
             for run in runs:
-                warps = float(run()) / 2
+                warps = float(run()[1]) / 2
                 ran.append(warps)
                 for _ in range(2):
                     events.append(Event("double_kernel", "Stream", at, 16_000 / warps + 10 * turn))

@@ -39,14 +39,6 @@ class Trial:
     candidates: tuple[Choice, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A compiled choice: one call, for its outputs, and a chain of calls, for its time."""
-
-    call: Callable
-    chain: Callable
-
-
 def trials(cases: Sequence[OperationCase]) -> tuple[Trial, ...]:
     """What there is to try for these cases."""
     found: dict[tuple[str, str], list[OperationCase]] = {}
@@ -74,10 +66,9 @@ def tune(
     wanted = trials(kernel_cases.timeable(cases))
     parts = [(trial, case, choice) for trial in wanted for case in trial.cases for choice in trial.candidates]
     definitions = list({case.name: case for _, case, _ in parts}.values())
-    # All are compiled before the first is timed: compiling keeps the processors busy that launch.
     references = {case.name: made for case, made in kernel_cases.ahead(definitions, _compiled_definition)}
-    compiled = [made for _, made in kernel_cases.ahead(parts, _compiled)]
-    futures, rows = iter(compiled), []
+    # All are compiled before the first is timed: a profile would record what compiles beside it.
+    futures, rows = iter([made for _, made in kernel_cases.ahead(parts, _compiled)]), []
     record = {
         "schema": SCHEMA,
         "device": kernel_cases.device(),
@@ -102,14 +93,17 @@ def tune(
     return record
 
 
-def _compiled(part: tuple[Trial, OperationCase, Choice]) -> Candidate:
+def _compiled(part: tuple[Trial, OperationCase, Choice]) -> Callable:
+    """A chain that also returns the outputs of its first call."""
     trial, case, choice = part
-    shared, walked = case.shapes(case.calls)
+
+    # A function of its own: JAX would trace a case's once, and take every choice for the first.
+    def chain(shared, walked):
+        made, behind = case.fused(shared, walked[0])
+        return made, case.chain(behind, walked[1:])
+
     with tuning.trying(trial.operation, trial.name, choice):
-        # Functions of their own: JAX would trace a case's once, and take every choice for the first.
-        chain = jax.jit(lambda shared, walked: case.chain(shared, walked)).lower(shared, walked).compile()
-        call = jax.jit(lambda shared, own: case.fused(shared, own)[0]).lower(shared, walked[0]).compile()
-    return Candidate(call, chain)
+        return jax.jit(chain).lower(*case.shapes(case.calls)).compile()
 
 
 def _compiled_definition(case: OperationCase) -> Callable:
@@ -127,12 +121,12 @@ def _time_case(case: OperationCase, definition, futures: Sequence, found: list[d
         if "problem" in one:
             continue
         try:
-            candidate = future.result()
-            made = candidate.call(shared, walked[0])
-            repeats = same_bits(made, candidate.call(shared, walked[0]))
+            chain = future.result()
+            made = chain(shared, walked)[0]
+            repeats = same_bits(made, chain(shared, walked)[0])
             verdict = kernel_cases.compared(case, Pair(made, expected, repeats))
             if verdict["right"]:
-                ready[place] = candidate.chain
+                ready[place] = chain
             else:
                 one["problem"] = f"wrong outputs in {case.name}"
         except Exception as problem:  # one candidate must not hide the others
