@@ -8,7 +8,7 @@ import pytest
 from mini_sessions import SHAPES
 from scripted_model import END, FIRST, scripted_model
 
-DRAFT_LENGTHS = (0, 1, 4, 5, 7)
+DRAFT_LENGTHS = (0, 1, 5, 7)
 LETTERS = list("abcdefghijklmnop")
 PLACES = range(9)  # among the generated tokens; blocks begin behind the first
 
