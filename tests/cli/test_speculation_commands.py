@@ -63,7 +63,7 @@ def test_advice_is_measured_printed_and_kept(call, decode, checkpoint, prompts, 
     assert wrong.code == 2 and "v4flash advise" in wrong.err
 
 
-@pytest.mark.slow  # every way decodes every prompt
+@pytest.mark.slow  # compiles two programs more
 def test_ways_are_compared_by_step_times_from_elsewhere(call, checkpoint, prompts, tmp_path):
     file = tmp_path / "elsewhere.json"
     there = speculation_file.StepCosts("a GPU", "fused", "bfloat16", "qat", 8, 2048, [5.0, 6.0, 7.0, 8.0])

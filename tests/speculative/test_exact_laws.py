@@ -14,7 +14,6 @@ from toy_laws import EXACT, K, V, closed_form, continued, emitted, emitted_block
 
 from v4flash.speculative.depth import DepthPolicy, calibrated, choose_depth
 from v4flash.speculative.filters import SamplingParams, target_law
-from v4flash.speculative.rejection import expected_survival
 
 FILTERS = {
     "temperature": {"temperature": 0.7},
@@ -119,23 +118,6 @@ def test_block_rule_never_accepts_less(name):
             for rule in ("token", "block")
         ]
         assert means[1] > means[0] - EXACT
-
-
-@pytest.mark.parametrize("rule", ["token", "block"])
-@pytest.mark.parametrize("name", FILTERS)
-def test_expected_survival_adds_up_to_the_mean_number_accepted(rule, name):
-    p, q = filtered(name, "drawn")
-    target = np.stack([p[i][rows_of(i)] for i in range(K)], axis=1)
-    draft = np.stack([q[i][rows_of(i)] for i in range(K)], axis=1)
-    mass = np.prod(np.take_along_axis(draft, PATHS[:, :, None], axis=2)[..., 0], axis=1)
-    with jax.enable_x64(True):
-        found = jax.vmap(functools.partial(expected_survival, blockwise=jnp.asarray(rule == "block")))(
-            jnp.asarray(PATHS), jnp.asarray(draft), jnp.asarray(target)
-        )
-    for live in (np.full(len(PATHS), 1), np.full(len(PATHS), K), depths(free=False)):
-        counted = np.array([law.sum() for law in emitted_by(rule, p, q, live)]) @ np.arange(K + 1)
-        expected = mass @ np.where(np.arange(K) < live[:, None], np.asarray(found), 0).sum(axis=1)
-        assert abs(counted - expected) < EXACT
 
 
 @pytest.mark.parametrize("rule", ["token", "block"])

@@ -155,15 +155,15 @@ def comparison_table(document: dict[str, Any]) -> str:
     """A comparison for a person: every class, then all."""
     costs = document["costs"]
     lines = [
-        f"step times of {costs['device']}, {costs['backend']}, {costs['dtype']}; tokens per step as expected; "
-        "tok/s by these times"
+        f"step times of {costs['device']}, {costs['backend']}, {costs['dtype']}; expected tokens per step, and tok/s "
+        "by these times"
     ]
     for name, found in document["classes"].items():
         lines += ["", f"{name}:", f"{'k':>6}  {'tok/step':>8}  {'tok/s':>8}  steps by verified drafts"]
         for way, figures in found["ways"].items():
-            depths = " ".join(map(str, figures.get("depths", ())))
+            depths = " ".join(f"{steps:.0f}" for steps in figures["depths"])
             lines.append(
-                f"{way:>6}  {figures['expected_tokens_per_step']:>8.3f}  {figures['tokens_per_second']:>8.1f}  {depths}"
+                f"{way:>6}  {figures['tokens_per_step']:>8.3f}  {figures['tokens_per_second']:>8.1f}  {depths}"
             )
         for compared, gain in found["comparisons"].items():
             of = f" (k = {gain['best_k']})" if "best_k" in gain else ""

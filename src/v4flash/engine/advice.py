@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from v4flash.engine.language_model import LanguageModel, Prompt
+from v4flash.engine.language_model import LanguageModel, Prompt, StepRecord
 from v4flash.engine.programs import make_control, new_stream
 from v4flash.engine.speculation_file import Calibration, SpeculationFile, StepCosts
 from v4flash.errors import UsageError
@@ -99,13 +99,7 @@ def decode(
     """Decodes behind one prompt, as any caller would, and counts. `sampling`: options of `generate` by name."""
     generation = model.generate(prompt, k=k, seed=seed, max_tokens=tokens, **sampling)
     records = list(generation)[1:]
-    figures, pairs = generation.statistics, []
-    for record in records:
-        judged = min(record.accepted + 1, len(record.tokens), len(record.drafts))
-        while len(pairs) < judged:
-            pairs.append([])
-        for place in range(judged):
-            pairs[place].append((record.confidence[place], place < record.accepted))
+    figures = generation.statistics
     return Tally(
         tokens=max(figures.generated - 1, 0),
         steps=figures.steps,
@@ -113,8 +107,20 @@ def decode(
         step_seconds=figures.step_seconds[1:],
         accepted=list(figures.accepted),
         drafted=list(figures.drafted),
-        pairs=pairs,
+        pairs=judged(records),
     )
+
+
+def judged(records: Sequence[StepRecord]) -> list[list[tuple[float, bool]]]:
+    """By draft position, (confidence, accepted) of drafts whose prefix was accepted; the first token is no step."""
+    pairs: list[list[tuple[float, bool]]] = []
+    for record in records:
+        count = min(record.accepted + 1, len(record.tokens), len(record.drafts))
+        while len(pairs) < count:
+            pairs.append([])
+        for place in range(count):
+            pairs[place].append((record.confidence[place], place < record.accepted))
+    return pairs
 
 
 def drafting_in_vain() -> DepthPolicy:
@@ -175,10 +181,10 @@ def measure(
     for index, (_, seed, prompt) in enumerate(numbered):
         say(f"prompt {index + 1} of {len(numbered)}, temperature {other['temperature']:g}")
         elsewhere.add(decode(model, prompt, block, tokens, other, seed))
-    judged = {sampling["temperature"]: total(found[block]), other["temperature"]: elsewhere}
+    tallies = {sampling["temperature"]: total(found[block]), other["temperature"]: elsewhere}
     costs = [step_milliseconds(total(found[0])), 1000 * unverified_step_seconds(model, numbered[0][2])]
     costs += [step_milliseconds(total(found[k])) for k in draft_lengths[1:]]
-    model.speculation = learnt(model, judged, costs)
+    model.speculation = learnt(model, tallies, costs)
     for index, (name, seed, prompt) in enumerate(numbered):
         say(f"prompt {index + 1} of {len(numbered)}, draft length chosen in every step")
         found[AUTO][name].add(decode(model, prompt, AUTO, tokens, sampling, seed))
@@ -186,10 +192,10 @@ def measure(
 
 
 def learnt(
-    model: LanguageModel, judged: Mapping[float, Tally], milliseconds: Sequence[float]
+    model: LanguageModel, tallies: Mapping[float, Tally], milliseconds: Sequence[float]
 ) -> SpeculationFile:
     """Calibrations from what the trained block did by temperature, and costs as measured here."""
-    fitted = {temperature: calibrated(temperature, tally.pairs) for temperature, tally in judged.items()}
+    fitted = {temperature: calibrated(temperature, tally.pairs) for temperature, tally in tallies.items()}
     shapes = model.programs.shapes
     return SpeculationFile(
         calibrations=[fitted[temperature] for temperature in sorted(fitted) if fitted[temperature]],
@@ -207,16 +213,16 @@ def learnt(
 
 def calibrated(temperature: float, pairs: Sequence[Sequence[tuple[float, bool]]]) -> Calibration | None:
     """The calibration that follows from (confidence, accepted) by draft position; None where nothing was judged."""
-    judged = [found for found in pairs if found]
-    fits = [calibration.fit(*zip(*found, strict=True)) for found in judged]
+    seen = [found for found in pairs if found]
+    fits = [calibration.fit(*zip(*found, strict=True)) for found in seen]
     if not fits:
         return None
     return Calibration(
         temperature=float(temperature),
         slope=[fit.slope for fit in fits],
         bias=[fit.bias for fit in fits],
-        acceptance=[sum(kept for _, kept in found) / len(found) for found in judged],
-        pairs=[len(found) for found in judged],
+        acceptance=[sum(kept for _, kept in found) / len(found) for found in seen],
+        pairs=[len(found) for found in seen],
     )
 
 

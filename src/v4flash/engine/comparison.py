@@ -1,35 +1,43 @@
 """Ways of speculating side by side, timed by a table of costs: what each would bring on a machine that is not at hand.
 
-Knows: which ways are compared, how each decodes the same prompts, and what follows from the tallies. Does not know:
-prompt files, printing, or who measured the table.
+Knows: which ways are compared, how each would have gone along a given text, and what follows. Does not know: prompt
+files, printing, or who measured the table.
 
-A way's rate is its tokens over the time that the table gives for its steps, each by its live rows. Tokens are counted
-twice: as emitted, and as expected given the drafts before each draft (`expected_survival`), which has the same mean
-over all draws and about half the noise. Comparisons use the latter. Errors are those of leaving out one prompt after
-another (jackknife), so that what happens to all ways of one prompt alike is no error of their proportion.
+Every text is drawn once. Speculation changes no law, so each way could have written it, and how it would have gone
+follows from p and q, the laws of target and drafter at the text's own tokens:
 
-Steps count that have room for all drafts of the widest way, in all ways, and are known to have it when they start.
+    stays_i = chance that the first i drafts of a step are the text's and are kept, given the text
+            = product of min(1, q/p)             judged token by token
+            = smallest running product of q/p    judged as a block
+    starts_t = chance that a step starts at token t: the sum over earlier starts of the chance to end just before t
+
+(The block-wise rule keeps i drafts with chance min(1, r p/q), r that of i - 1; times q/p this is the line above.)
+Tokens and time of all steps follow without a single draw but those of the text, and, where depths are chosen, of one
+drafted block for each token, whose confidences say how many rows a step there would have cost. So ways differ by what
+they are, hardly by luck. Errors are those of leaving out one prompt after another (jackknife).
+
+Where depths are chosen, the running average of acceptance stays at its usual value here. Steps count that have room for
+all drafts of the widest way.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from v4flash.engine.advice import AUTO, calibrated
+from v4flash.engine.advice import AUTO, calibrated, judged
 from v4flash.engine.language_model import LanguageModel, Prompt
-from v4flash.engine.programs import new_stream
+from v4flash.engine.programs import new_state
 from v4flash.engine.speculation_file import SpeculationFile
 from v4flash.errors import UsageError
+from v4flash.speculative import depth
 from v4flash.speculative.depth import DepthPolicy
-from v4flash.speculative.filters import SamplingParams, target_law
-from v4flash.speculative.rejection import expected_survival
-from v4flash.speculative.step import draft
-from v4flash.speculative.stream import RUNNING, Control, Stream
+from v4flash.speculative.filters import SamplingParams, is_greedy, target_law
+from v4flash.speculative.randomness import round_key, seed_key
+from v4flash.speculative.rejection import propose
 
 SCHEMA = 1
 ALL = "all"
@@ -37,78 +45,137 @@ ALL = "all"
 TOKENWISE = "token"
 
 
-@dataclasses.dataclass
-class Walk:
-    """What one way did behind one prompt.
+class Drafted(NamedTuple):
+    """The drafter's block behind each of T tokens, K drafts deep.
 
     Attributes:
-      steps, tokens: that count, and what they emitted.
-      expected: tokens they were expected to emit.
-      milliseconds: their time by the table.
-      depths: how many of them verified 0, 1, 2, ... drafts.
-      undrafted: how many did not draft at all; they are among those that verified none.
-      judged: by draft position, (confidence, accepted) of drafts whose prefix was accepted.
+      own, unfiltered: float [T, K], chance of the text's own token under the draft's law, with the text's filters
+        and without.
+      along, drawn: float [T, K], confidences where the drafts before are the text's, and where they were drawn.
     """
 
-    steps: int = 0
-    tokens: int = 0
-    expected: float = 0.0
-    milliseconds: float = 0.0
-    depths: list[int] = dataclasses.field(default_factory=list)
-    undrafted: int = 0
-    judged: list[list[tuple[float, bool]]] = dataclasses.field(default_factory=list)
+    own: np.ndarray
+    unfiltered: np.ndarray
+    along: np.ndarray
+    drawn: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """How one way goes along one text: expected steps, tokens and milliseconds, and steps by verified drafts."""
+
+    steps: float
+    tokens: float
+    milliseconds: float
+    depths: np.ndarray
 
 
 Walks = Sequence[Walk]
 
 
-def make_survival(model: LanguageModel) -> Callable[[Any, Stream, Control], jax.Array]:
-    """A jitted function (weights, stream at the start of a step, control) -> `expected_survival` of its drafts."""
-    rows, limit = model.programs.shapes.rows, model.draft_limit
+def stays(own: np.ndarray, target: np.ndarray, live: np.ndarray, blockwise: bool) -> np.ndarray:
+    """Chance [T, K + 1], given the text, that the first 0 to K drafts of a step are the text's and are kept.
 
-    def survival(params: Any, stream: Stream, control: Control) -> jax.Array:
-        found = model.programs.model(params)
-        ids, laws, _ = draft(found, stream, control, limit)
-        tokens = jnp.zeros((rows,), jnp.int32).at[0].set(stream.anchor).at[1 : limit + 1].set(ids)
-        trunk, _ = found.backbone.trunk(tokens, stream.decode, control.draft_length + 1)
-        targets = target_law(found.backbone.logits(trunk.hidden)[:limit], control.sampling)
-        return expected_survival(ids, laws, targets, control.blockwise)
+    Args: own, target, float [T, K], chance of the text's tokens under the draft's and the target's law; live, int [T],
+    drafts verified.
+    """
+    ratio = own / target
+    kept = (
+        np.minimum.accumulate(np.cumprod(ratio, axis=1), axis=1)
+        if blockwise
+        else np.cumprod(ratio.clip(max=1), 1)
+    )
+    kept = np.where(np.arange(own.shape[1]) < live[:, None], np.minimum(kept, 1), 0)
+    return np.concatenate([np.ones((len(own), 1)), kept], axis=1)
 
-    return jax.jit(survival)
+
+def walked(stay: np.ndarray, verified: np.ndarray, costs: np.ndarray) -> Walk:
+    """The walk that follows from `stays`, drafts verified [T] (-1: none drafted) and costs by live rows."""
+    count, width = stay.shape
+    ends = stay - np.append(stay[:, 1:], np.zeros((count, 1)), axis=1)
+    starts = np.zeros(count + width)
+    starts[0] = 1
+    for token in range(count):
+        starts[token + 1 : token + 1 + width] += starts[token] * ends[token]
+    starts = starts[:count]
+    return Walk(
+        steps=float(starts.sum()),
+        tokens=float(starts @ stay.sum(axis=1)),
+        milliseconds=float(starts @ costs[verified + 1]),
+        depths=np.bincount(np.maximum(verified, 0), weights=starts, minlength=width),
+    )
 
 
-def walk(
-    model: LanguageModel,
-    survival: Callable,
-    prompt: Sequence[int],
-    control: Control,
-    costs: Sequence[float],
-    tokens: int,
-    room: int,
-) -> Walk:
-    """Decodes up to `tokens` tokens behind a prompt; steps with room for fewer than `room` drafts do not count."""
-    session = model.session()
-    session.tokens.extend(prompt)
-    drawn, _ = session.prefill(control)
-    shapes = model.programs.shapes
-    stream = new_stream(session.state, [*prompt, int(drawn)], tokens, control, shapes)
-    found = Walk(depths=[0] * (room + 1), judged=[[] for _ in range(room)])
-    while int(stream.finish) == RUNNING and int(stream.remaining) > room:
-        chances = np.asarray(survival(model.params, stream, control))
-        stream, result = model.programs.step(model.params, stream, control)
-        result = jax.device_get(result)
-        live, accepted, emitted = int(result.drafted), int(result.accepted), int(result.emitted)
-        # No confidence is exactly 0 where the drafter ran.
-        drafted = bool(result.confidence.any())
-        found.steps += 1
-        found.tokens += emitted
-        found.expected += 1 + float(chances[:live].sum())
-        found.milliseconds += costs[live + 1 if drafted else 0]
-        found.depths[live] += 1
-        found.undrafted += not drafted
-        for place in range(min(accepted + 1, live, emitted)):
-            found.judged[place].append((float(result.confidence[place]), place < accepted))
-    return found
+class Along:
+    """The laws of target and drafter along given texts, by the weights and bodies that decode."""
+
+    def __init__(self, model: LanguageModel, sampling: SamplingParams, unfiltered: SamplingParams):
+        self._model, limit = model, model.draft_limit
+
+        def run_target(params, decode, tokens, count, following):
+            found = model.programs.model(params)
+            trunk, written = found.backbone.trunk(tokens, decode, count)
+            written = found.drafter.commit(written, trunk.taps, decode.length, count).advance(count)
+            laws = target_law(found.backbone.logits(trunk.hidden), sampling)
+            return written, jnp.take_along_axis(laws, following[:, None], axis=1)[:, 0]
+
+        def run_drafter(params, decode, anchor, following, block_rows, key):
+            found = model.programs.model(params)
+            block = found.drafter.block(found.backbone, decode, anchor, limit, block_rows)
+            first = decode.length + 1
+            step = round_key(key, first)
+
+            def given(j, logits):
+                token = following[j]
+                return token, (target_law(logits, sampling)[token], target_law(logits, unfiltered)[token])
+
+            def drawn(j, logits):
+                token = propose(logits, sampling, step, first + j).token
+                return token, token
+
+            along, (own, bare) = found.drafter.chain(block, anchor, given)
+            free, _ = found.drafter.chain(block, anchor, drawn)
+            return own, bare, jax.nn.sigmoid(along.confidence), jax.nn.sigmoid(free.confidence)
+
+        self._target, self._drafter = jax.jit(run_target), jax.jit(run_drafter)
+
+    def laws(
+        self, prompt: Sequence[int], text: Sequence[int], block_rows: Sequence[int], longest: int, seed: int
+    ) -> tuple[np.ndarray, dict[int, Drafted]]:
+        """The target's chance [T, longest] of the tokens behind each token of the text that has so many behind it, and
+        the drafter's blocks there by their rows."""
+        model, chunk, ids = self._model, self._model.programs.shapes.chunk, [*prompt, *text]
+        decode = new_state(model.config, model.numerics, model.programs.shapes)
+        padded = np.array(ids + [0] * (chunk + model.draft_limit), np.int32)
+        key, chances, blocks = seed_key(seed), [], {rows: [] for rows in block_rows}
+        last = len(ids) - longest  # no token from here on has enough behind it
+        for start in range(0, len(ids), chunk):
+            count = min(chunk, len(ids) - start)
+            decode, chance = self._target(
+                model.params,
+                decode,
+                jnp.asarray(padded[start : start + chunk]),
+                jnp.asarray(count, jnp.int32),
+                jnp.asarray(padded[start + 1 : start + 1 + chunk]),
+            )
+            chances.append(chance)
+            # The rings still hold what stands before any token of this pass, and before the next one.
+            for at in range(max(start + 1, len(prompt)), min(start + count + 1, last)):
+                behind = decode.replace(length=jnp.asarray(at, jnp.int32))
+                following = jnp.asarray(padded[at + 1 : at + 1 + model.draft_limit])
+                for rows, found in blocks.items():
+                    found.append(
+                        self._drafter(
+                            model.params, behind, jnp.asarray(ids[at]), following, jnp.asarray(rows), key
+                        )
+                    )
+        target = np.concatenate(jax.device_get(chances)).astype(np.float64)
+        places = np.arange(len(prompt), max(last, len(prompt)))[:, None] + np.arange(longest)
+        drafted = {}
+        for rows, found in blocks.items():
+            columns = zip(*jax.device_get(found), strict=True) if found else [np.zeros((0, longest))] * 4
+            drafted[rows] = Drafted(*[np.array(column, np.float64)[:, :longest] for column in columns])
+        return target[places], drafted
 
 
 def compare(
@@ -121,20 +188,21 @@ def compare(
     longest: int,
     say: Callable[[str], Any],
 ) -> dict[str, Any]:
-    """Decodes all prompts in every way and compares them; JSON-ready.
+    """Draws a text behind every prompt and compares all ways along it; JSON-ready.
 
     Args:
       prompts: by class.
       costs: milliseconds of a step by live rows, place 0 without drafting (`StepCosts.milliseconds`).
       sampling: temperature and filters by the names of `SamplingParams.make`.
-      tokens: new tokens behind each prompt; longest: the largest draft length.
+      tokens: of each text at most; longest: the largest draft length.
 
-    Ways are every draft length from 1, `AUTO` with confidences calibrated on what the trained block did, and, above
+    Ways are every draft length from 0, `AUTO` with confidences calibrated on how the texts were decoded, and, above
     temperature 0, `TOKENWISE`.
 
-    Keys: `block`, the trained block; `calibration`, as fitted; `classes`, for every class and ALL: `ways`, figures of
-    each way, and `comparisons`, gains with their standard errors.
-    Raises UsageError for a table that is too short, or a model without a drafter.
+    Keys: `block`, the trained block; `calibration`, as fitted; `classes`, for every class and ALL: `decoded`, tokens
+    per step when the texts were drawn with the trained block, `ways`, figures of each way, and `comparisons`, gains
+    with their standard errors. Afterwards `model.speculation` holds the calibration.
+    Raises UsageError for a table or texts that are too short, or a model without a drafter.
     """
     if model.config.draft is None:
         raise UsageError(f"{model.path} has no drafter, so there is nothing to compare")
@@ -143,67 +211,92 @@ def compare(
             f"the table has costs of {len(costs) - 1} live rows, k = {longest} has {longest + 1}; lower --max-k"
         )
     block = min(model.config.draft.block_size, longest)
-    params = SamplingParams.make(**sampling)
-    unfiltered = SamplingParams.make(temperature=sampling["temperature"])
-    survival = make_survival(model)
-    names = list(prompts)
-
-    def walked(seed_first: int, **options: Any) -> dict[str, Walks]:
-        say(f"k {options['k']}, {options.get('rule', 'block')} rule")
-        found = {}
-        for name in names:
-            found[name] = []
-            for seed, prompt in enumerate(prompts[name], seed_first):
-                control = model.control(
-                    sampling=params, seed=seed, stop_ids=(model.config.eos_token_id,), **options
-                )
-                found[name].append(
-                    walk(model, survival, prompt.ids, _timed(control, costs), costs, tokens, longest)
-                )
-            if not sum(one.steps for one in found[name]):
-                raise UsageError(
-                    f"the texts of class {name} end too soon; give other prompts, or raise --tokens"
-                )
-        return found
-
-    ways: dict[int | str, dict[str, Walks]] = {k: walked(0, k=k) for k in range(1, longest + 1)}
-    pairs = [
-        [pair for one in itertools.chain(*ways[block].values()) for pair in one.judged[place]]
-        for place in range(block)
-    ]
+    params, unfiltered = (
+        SamplingParams.make(**sampling),
+        SamplingParams.make(temperature=sampling["temperature"]),
+    )
+    along, widths = Along(model, params, unfiltered), [block, *range(block + 1, longest + 1)]
+    numbered = [(name, seed, prompt) for name in prompts for seed, prompt in enumerate(prompts[name])]
+    laws, pairs, decoded = [], [[] for _ in range(block)], []
+    for index, (_, seed, prompt) in enumerate(numbered):
+        say(f"text {index + 1} of {len(numbered)}")
+        generation = model.generate(prompt, k=block, seed=seed, max_tokens=tokens, **sampling)
+        for ours, theirs in zip(pairs, judged(list(generation)[1:]), strict=False):
+            ours += theirs
+        decoded.append((generation.statistics.generated - 1, generation.statistics.steps))
+        laws.append(along.laws(prompt.ids, generation.tokens, widths, longest, seed))
     fitted = calibrated(sampling["temperature"], pairs)
     model.speculation = SpeculationFile([fitted] if fitted else [], model.speculation.costs)
-    # Other draws than those that the calibration was fitted to.
-    ways[AUTO] = walked(1000, k=AUTO)
-    if sampling["temperature"] > 0:
-        ways[TOKENWISE] = walked(0, k=block, rule="token", draft_sampling=unfiltered)
-    return {
-        "block": block,
-        "calibration": dataclasses.asdict(fitted) if fitted else None,
-        "classes": {name: _class_figures(ways, [name], costs, block) for name in names}
-        | {ALL: _class_figures(ways, names, costs, block)},
-    }
+    policy = dataclasses.replace(
+        model.depth_policy(True, sampling["temperature"]),
+        costs=DepthPolicy.make(adaptive=True, costs=list(costs)).costs,
+    )
+    walks = [_walks(target, drafted, block, policy, params, np.array(costs)) for target, drafted in laws]
+    classes = {name: [i for i, found in enumerate(numbered) if found[0] == name] for name in prompts}
+    figures = {}
+    for name, chosen in (classes | {ALL: list(range(len(numbered)))}).items():
+        if not sum(len(laws[i][0]) for i in chosen):
+            raise UsageError(f"the texts of class {name} end too soon; give other prompts, or raise --tokens")
+        emitted, steps = (sum(decoded[i][place] for i in chosen) for place in (0, 1))
+        ways = {way: [walks[i][way] for i in chosen] for way in walks[0]}
+        figures[name] = {"decoded": {"steps": steps, "tokens_per_step": emitted / max(steps, 1)}} | _figures(
+            ways, block
+        )
+    return {"block": block, "calibration": dataclasses.asdict(fitted) if fitted else None, "classes": figures}
 
 
-def _timed(control: Control, costs: Sequence[float]) -> Control:
-    """The control with these costs in place of those of the machine at hand."""
-    policy = DepthPolicy.make(adaptive=bool(control.depth.adaptive), costs=list(costs))
-    depth = dataclasses.replace(control.depth, costs=policy.costs)
-    return dataclasses.replace(control, depth=depth)
+def _walks(
+    target: np.ndarray,
+    drafted: Mapping[int, Drafted],
+    block: int,
+    policy: DepthPolicy,
+    sampling: SamplingParams,
+    costs: np.ndarray,
+) -> dict[int | str, Walk]:
+    """All ways along one text."""
+    count, longest = target.shape
+    none, own = np.full(count, -1), drafted[block]
+    found: dict[int | str, Walk] = {0: walked(np.ones((count, 1)), none, costs)}
+    for k in range(1, longest + 1):
+        live = np.full(count, k)
+        found[k] = walked(stays(drafted[max(k, block)].own, target, live, True), live, costs)
+    greedy = bool(is_greedy(sampling))
+    # Greedy drafts are what they are; drawn ones are decided about in order, by confidences along the text.
+    chosen = _depths(own.drawn[:, :block], policy, greedy)
+    live = chosen if greedy else _depths(own.along[:, :block], policy, greedy)
+    if bool(depth.worth_drafting(policy.acceptance[:block], policy, jnp.asarray(block))):
+        found[AUTO] = walked(stays(own.own, target, live, True), chosen, costs)
+    else:
+        found[AUTO] = walked(stays(own.own, target, 0 * live, True), none, costs)
+    if not greedy:
+        live = np.full(count, block)
+        found[TOKENWISE] = walked(stays(own.unfiltered, target, live, False), live, costs)
+    return found
+
+
+def _depths(confidence: np.ndarray, policy: DepthPolicy, undrawn: bool) -> np.ndarray:
+    """Drafts that `choose_depth` verifies for confidences [T, K]."""
+    width = confidence.shape[1]
+
+    def one(row: jax.Array) -> jax.Array:
+        chance, usual = depth.calibrated(row, policy), policy.acceptance[:width]
+        return depth.choose_depth(chance, usual, policy, jnp.asarray(width), jnp.asarray(undrawn))
+
+    return np.asarray(jax.vmap(one)(jnp.asarray(confidence, jnp.float32))).astype(int)
 
 
 def rate(walks: Walks) -> float:
-    """Expected tokens per second by the table."""
-    return 1000 * sum(one.expected for one in walks) / sum(one.milliseconds for one in walks)
+    """Tokens per second."""
+    return 1000 * sum(one.tokens for one in walks) / sum(one.milliseconds for one in walks)
 
 
 def per_step(walks: Walks) -> float:
-    """Expected tokens per step."""
-    return sum(one.expected for one in walks) / sum(one.steps for one in walks)
+    """Tokens per step."""
+    return sum(one.tokens for one in walks) / sum(one.steps for one in walks)
 
 
 def with_error(figure: Callable[..., float], *ways: Walks) -> tuple[float, float | None]:
-    """A figure of ways that walked the same prompts, and its standard error (jackknife; None of a single prompt)."""
+    """A figure of ways along the same texts, and its standard error (jackknife; None for a single text)."""
     count = len(ways[0])
     whole = figure(*ways)
     if count < 2:
@@ -212,41 +305,28 @@ def with_error(figure: Callable[..., float], *ways: Walks) -> tuple[float, float
     return whole, float(np.sqrt((count - 1) / count * np.sum((without - without.mean()) ** 2)))
 
 
-def _class_figures(
-    ways: Mapping[int | str, Mapping[str, Walks]], names: Sequence[str], costs: Sequence[float], block: int
-) -> dict[str, Any]:
-    found = {way: [one for name in names for one in by_class[name]] for way, by_class in ways.items()}
-    plain = 1000 / costs[0]
-    figures: dict[str, Any] = {
-        "0": {"tokens_per_step": 1.0, "expected_tokens_per_step": 1.0, "tokens_per_second": plain}
-    }
-    for way, walks in found.items():
-        steps = sum(one.steps for one in walks)
-        figures[str(way)] = {
-            "steps": steps,
-            "tokens_per_step": sum(one.tokens for one in walks) / steps,
-            "expected_tokens_per_step": per_step(walks),
-            "milliseconds_per_step": sum(one.milliseconds for one in walks) / steps,
+def _figures(ways: Mapping[int | str, Walks], block: int) -> dict[str, Any]:
+    # Texts without a single step that counts say nothing, and would leave nothing when all others are left out.
+    ways = {way: [one for one in walks if one.steps] for way, walks in ways.items()}
+    figures = {
+        str(way): {
+            "tokens_per_step": per_step(walks),
+            "milliseconds_per_step": sum(one.milliseconds for one in walks) / sum(one.steps for one in walks),
             "tokens_per_second": rate(walks),
-            "depths": np.sum([one.depths for one in walks], axis=0).tolist(),
-            "undrafted": sum(one.undrafted for one in walks),
+            "depths": [round(float(steps), 2) for steps in sum(one.depths for one in walks)],
         }
-    fixed = {k: rate(walks) for k, walks in found.items() if isinstance(k, int)} | {0: plain}
-    best = max(fixed, key=fixed.get)
+        for way, walks in ways.items()
+    }
+    best = max((k for k in ways if isinstance(k, int)), key=lambda k: rate(ways[k]))
 
     def gain(figure: Callable[[Walks], float], of: int | str, over: int | str) -> dict[str, Any]:
-        if over == 0:
-            whole, error = with_error(lambda one: figure(one) / plain - 1, found[of])
-        else:
-            whole, error = with_error(
-                lambda one, other: figure(one) / figure(other) - 1, found[of], found[over]
-            )
+        whole, error = with_error(lambda one, other: figure(one) / figure(other) - 1, ways[of], ways[over])
         return {"gain": whole, "standard_error": error}
 
     comparisons = {
         "auto_over_best_k": gain(rate, AUTO, best) | {"best_k": best},
         "auto_over_block": gain(rate, AUTO, block),
     }
-    if TOKENWISE in found:
+    if TOKENWISE in ways:
         comparisons["block_rule_over_token_rule"] = gain(per_step, block, TOKENWISE)
     return {"ways": figures, "comparisons": comparisons}

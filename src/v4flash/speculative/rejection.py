@@ -155,24 +155,6 @@ def block_chances(draft_ids, draft_probs, target_probs, live_drafts):
     return carried, jnp.where(index < live, inner, jnp.where(index == live, carried, 0))
 
 
-def expected_survival(draft_ids, draft_probs, target_probs, blockwise):
-    """Chance, given the drafts before it, that each draft is accepted together with all of them: float [k].
-
-    The mean over drafts of the sum over live ones is the mean number of accepted drafts, by either rule, and a sum
-    of chances is far less noisy than a count.
-
-    Args:
-      draft_ids, draft_probs, target_probs: as in `verify_tokenwise`.
-      blockwise: bool [], whether the block-wise rule judges.
-    """
-    k = draft_ids.shape[0]
-    p, q = target_probs[:k], draft_probs
-    carried, _ = block_chances(draft_ids, draft_probs, target_probs, k)
-    passed = jnp.cumprod(accept_ratio(_drafted(draft_ids, p), _drafted(draft_ids, q)))
-    alone = jnp.concatenate([jnp.ones_like(passed[:1]), passed[:-1]]) * acceptance_probability(p, q)
-    return jnp.where(blockwise, acceptance_probability(carried[:k, None] * p, q), alone)
-
-
 def verify_blockwise(
     draft_ids, draft_probs, target_probs, live_drafts, accept_uniforms, resample_uniforms
 ) -> Verdict:
