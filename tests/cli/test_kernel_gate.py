@@ -72,3 +72,16 @@ def test_table():
 def test_a_checkpoint_without_prompts_asks_for_some(call):
     outcome = call("kernels", "gate", "--ckpt", TWIN)
     assert outcome.code == 2 and "pass --prompts FILE" in outcome.err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["exact", "qat"])
+def test_a_checkpoint_on_the_definitions_is_right(call, mode):
+    prompts = Path(__file__).parents[2] / "demo" / "prompts.json"
+    outcome = call(
+        "kernels", "gate", "--ckpt", TWIN, "--prompts", prompts, "--count", "2", "--tokens", "8", "--mode", mode,
+        "--json",
+    )  # fmt: skip
+    record = json.loads(outcome.out)
+    assert outcome.code == 0 and record["right"] and record["texts"] == 2
+    assert len(record["fused"]["layers"]) == 4 and record["fused"]["texts"] == [None, None]
