@@ -96,13 +96,13 @@ figure.tight_layout()
 # ## Time
 #
 # Recorded on an H200 by `v4flash bench --random-weights`: the whole hand-fused step, 43 layers and the drafter,
-# kernel by kernel ([how, and what the step around them takes](../docs/measurements/2026-11-30-h200-real-step.md)).
-# The floor is the time of the bytes above with the experts that were counted, at 4.3 TB/s. Plain XLA, in the same
+# kernel by kernel ([how, and what it leaves out](../docs/measurements/2026-11-30-h200-merged-launches.md)).
+# The floor is the time of the bytes above with the experts that were counted, at 4.3 TB/s. Plain XLA, in another
 # run, had 5,168 kernels that took 97 ms.
 
 # %%
 FOLDER = targets.folder().parents[1] / "docs" / "measurements"
-record = json.loads((FOLDER / "2026-11-30-h200-step-v4-flash.json").read_text())
+record = json.loads((FOLDER / "2026-11-30-h200-step-v4-flash-merged.json").read_text())
 BANDWIDTH = targets.MEASURED_BANDWIDTH["h200"]
 print(f"{record['device']['kind']}, {record['experts_resident']} of {record['experts']} experts resident")
 print(f"{'k':>3}{'context':>9}{'experts':>9}{'kernels':>9}{'in kernels':>12}{'floor':>10}{'ratio':>7}")
