@@ -82,6 +82,7 @@ def compared(model, sampling=SAMPLING, costs=COSTS, tokens=TOKENS, classes=CLASS
     )
 
 
+@pytest.mark.slow  # compiles two programs more
 def test_every_way_is_timed_by_the_table(model):
     document = compared(model)
     assert list(document["classes"]) == ["short", "long", ALL]

@@ -30,7 +30,6 @@ import numpy as np
 
 from v4flash.engine.advice import AUTO, calibrated, judged
 from v4flash.engine.language_model import LanguageModel, Prompt
-from v4flash.engine.programs import new_state
 from v4flash.engine.speculation_file import SpeculationFile
 from v4flash.errors import UsageError
 from v4flash.speculative import depth
@@ -43,6 +42,8 @@ SCHEMA = 1
 ALL = "all"
 # The trained block judged token by token, its drafts drawn without the text's filters: what most engines do.
 TOKENWISE = "token"
+# A token at the border of a filter may fall outside by rounding; it was drawn, so it had a chance.
+_LEAST_CHANCE = 1e-12
 
 
 class Drafted(NamedTuple):
@@ -79,7 +80,7 @@ def stays(own: np.ndarray, target: np.ndarray, live: np.ndarray, blockwise: bool
     Args: own, target, float [T, K], chance of the text's tokens under the draft's and the target's law; live, int [T],
     drafts verified.
     """
-    ratio = own / target
+    ratio = own / np.maximum(target, _LEAST_CHANCE)
     kept = (
         np.minimum.accumulate(np.cumprod(ratio, axis=1), axis=1)
         if blockwise
@@ -144,37 +145,45 @@ class Along:
     ) -> tuple[np.ndarray, dict[int, Drafted]]:
         """The target's chance [T, longest] of the tokens behind each token of the text that has so many behind it, and
         the drafter's blocks there by their rows."""
-        model, chunk, ids = self._model, self._model.programs.shapes.chunk, [*prompt, *text]
-        decode = new_state(model.config, model.numerics, model.programs.shapes)
-        padded = np.array(ids + [0] * (chunk + model.draft_limit), np.int32)
-        key, chances, blocks = seed_key(seed), [], {rows: [] for rows in block_rows}
+        model, rows, ids = self._model, self._model.programs.shapes.rows, [*prompt, *text]
+        session = model.session()
+        session.tokens.extend(prompt)
+        session.prefill(model.control(k=0))
+        decode = session.state
+        padded = np.array(ids + [0] * (rows + model.draft_limit), np.int32)
+        key, chances, blocks = seed_key(seed), [], {width: [] for width in block_rows}
         last = len(ids) - longest  # no token from here on has enough behind it
-        for start in range(0, len(ids), chunk):
-            count = min(chunk, len(ids) - start)
+
+        def draft(at: int) -> None:
+            behind = decode.replace(length=jnp.asarray(at, jnp.int32))
+            following = jnp.asarray(padded[at + 1 : at + 1 + model.draft_limit])
+            for width, found in blocks.items():
+                anchor, live = jnp.asarray(ids[at], jnp.int32), jnp.asarray(width, jnp.int32)
+                found.append(self._drafter(model.params, behind, anchor, following, live, key))
+
+        # Passes as decoding has them: other shapes round otherwise, and a filter may leave out another token.
+        for start in range(len(prompt), len(ids), rows):
+            count = min(rows, len(ids) - start)
+            if start < last:
+                draft(start)
+            tokens, following = padded[start : start + rows], padded[start + 1 : start + 1 + rows]
             decode, chance = self._target(
                 model.params,
                 decode,
-                jnp.asarray(padded[start : start + chunk]),
+                jnp.asarray(tokens),
                 jnp.asarray(count, jnp.int32),
-                jnp.asarray(padded[start + 1 : start + 1 + chunk]),
+                jnp.asarray(following),
             )
             chances.append(chance)
-            # The rings still hold what stands before any token of this pass, and before the next one.
-            for at in range(max(start + 1, len(prompt)), min(start + count + 1, last)):
-                behind = decode.replace(length=jnp.asarray(at, jnp.int32))
-                following = jnp.asarray(padded[at + 1 : at + 1 + model.draft_limit])
-                for rows, found in blocks.items():
-                    found.append(
-                        self._drafter(
-                            model.params, behind, jnp.asarray(ids[at]), following, jnp.asarray(rows), key
-                        )
-                    )
+            # The rings still hold what stands before any other token of this pass.
+            for at in range(start + 1, min(start + count, last)):
+                draft(at)
         target = np.concatenate(jax.device_get(chances)).astype(np.float64)
-        places = np.arange(len(prompt), max(last, len(prompt)))[:, None] + np.arange(longest)
+        places = np.arange(max(last - len(prompt), 0))[:, None] + np.arange(longest)
         drafted = {}
-        for rows, found in blocks.items():
+        for width, found in blocks.items():
             columns = zip(*jax.device_get(found), strict=True) if found else [np.zeros((0, longest))] * 4
-            drafted[rows] = Drafted(*[np.array(column, np.float64)[:, :longest] for column in columns])
+            drafted[width] = Drafted(*[np.array(column, np.float64)[:, :longest] for column in columns])
         return target[places], drafted
 
 
