@@ -240,7 +240,21 @@ def compare(
         model.depth_policy(True, sampling["temperature"]),
         costs=DepthPolicy.make(adaptive=True, costs=list(costs)).costs,
     )
-    walks = [_walks(target, drafted, block, policy, params, np.array(costs)) for target, drafted in laws]
+    greedy = bool(is_greedy(params))
+    blocks, ends = (
+        [drafted[block] for _, drafted in laws],
+        np.cumsum([len(target) for target, _ in laws])[:-1],
+    )
+    # Greedy drafts are what they are; drawn ones are decided about in order, by confidences along the text.
+    chosen, live = (
+        np.split(_depths(np.concatenate(found)[:, :block], policy, greedy), ends)
+        for found in ([one.drawn for one in blocks], [one.drawn if greedy else one.along for one in blocks])
+    )
+    drafting = bool(depth.worth_drafting(policy.acceptance[:block], policy, jnp.asarray(block)))
+    walks = [
+        _walks(*found, block, depths if drafting else None, greedy, np.array(costs))
+        for found, *depths in zip(laws, chosen, live, strict=True)
+    ]
     classes = {name: [i for i, found in enumerate(numbered) if found[0] == name] for name in prompts}
     figures = {}
     for name, chosen in (classes | {ALL: list(range(len(numbered)))}).items():
@@ -258,28 +272,21 @@ def _walks(
     target: np.ndarray,
     drafted: Mapping[int, Drafted],
     block: int,
-    policy: DepthPolicy,
-    sampling: SamplingParams,
+    depths: Sequence[np.ndarray] | None,
+    greedy: bool,
     costs: np.ndarray,
 ) -> dict[int | str, Walk]:
-    """All ways along one text."""
+    """All ways along one text. `depths`: drafts `AUTO` verifies as drawn, and along the text; None for no drafts."""
     count, longest = target.shape
-    none, own = np.full(count, -1), drafted[block]
+    none, own, all_live = np.full(count, -1), drafted[block], np.full(count, block)
     found: dict[int | str, Walk] = {0: walked(np.ones((count, 1)), none, costs)}
     for k in range(1, longest + 1):
         live = np.full(count, k)
         found[k] = walked(stays(drafted[max(k, block)].own, target, live, True), live, costs)
-    greedy = bool(is_greedy(sampling))
-    # Greedy drafts are what they are; drawn ones are decided about in order, by confidences along the text.
-    chosen = _depths(own.drawn[:, :block], policy, greedy)
-    live = chosen if greedy else _depths(own.along[:, :block], policy, greedy)
-    if bool(depth.worth_drafting(policy.acceptance[:block], policy, jnp.asarray(block))):
-        found[AUTO] = walked(stays(own.own, target, live, True), chosen, costs)
-    else:
-        found[AUTO] = walked(stays(own.own, target, 0 * live, True), none, costs)
+    chosen, live = (none, 0 * none) if depths is None else depths
+    found[AUTO] = walked(stays(own.own, target, live, True), chosen, costs)
     if not greedy:
-        live = np.full(count, block)
-        found[TOKENWISE] = walked(stays(own.unfiltered, target, live, False), live, costs)
+        found[TOKENWISE] = walked(stays(own.unfiltered, target, all_live, False), all_live, costs)
     return found
 
 
