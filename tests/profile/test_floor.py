@@ -57,7 +57,7 @@ def test_with_every_expert_the_floor_is_the_checkpoint(config):
     everything = Routing(config.n_routed_experts, config.draft.n_routed_experts, GIVEN, "given")
     found = floor.floor(config, 5, 2048, everything)
     tables = {"embed", "tid2eid", "token_map"}
-    whole = sum(floor._size(p) for p in parameters(config) if not tables & set(p.path))
+    whole = sum(floor.stored_bytes(p) for p in parameters(config) if not tables & set(p.path))
     head = config.vocab_size * config.hidden_size * 2
     read = found.bytes - part(found, "cache")
     assert 0 < read - whole - head < 1e-3 * whole

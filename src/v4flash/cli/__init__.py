@@ -16,7 +16,18 @@ from v4flash.cli import device
 from v4flash.cli.options import Parser
 from v4flash.errors import CapacityError, V4FlashError
 
-COMMANDS = ("decode", "inspect", "convert", "logits", "draft", "kernels", "bench", "advise", "certify")
+COMMANDS = (
+    "decode",
+    "inspect",
+    "convert",
+    "logits",
+    "draft",
+    "kernels",
+    "bench",
+    "plan",
+    "advise",
+    "certify",
+)
 INTERRUPTED = 130
 _EPILOG = """exit codes: 0 done, 1 the run failed, 2 wrong usage, 3 checkpoint missing or damaged,
 4 does not fit, or the device is not there, 130 interrupted"""

@@ -107,7 +107,7 @@ def floor(config: ModelConfig, k: int, context: int, routing: Routing | str = UN
         routing = modelled_routing(config, k, routing)
     read: collections.Counter[str] = collections.Counter()
     for parameter in parameters(config):
-        read[_group(parameter)] += _read(parameter, config, k, routing)
+        read[part_of(parameter)] += _read(parameter, config, k, routing)
     caches = _cache_bytes(config, k + 1, context)
     labels = {"experts": routing.label, "drafter experts": routing.label, "cache": MODELLED}
     read["cache"] = caches
@@ -129,8 +129,11 @@ def uniform_experts(experts: int, chosen: int, rows: int) -> float:
     return experts * (1 - (1 - chosen / experts) ** rows)
 
 
-def correlated_experts(experts: int, chosen: int, rows: int) -> float:
-    """Expected distinct experts when some are popular and rows resemble the row before, by seeded sampling."""
+def correlated_experts(experts: int, chosen: int, rows: int, popular: int | None = None) -> float:
+    """Expected distinct experts when some are popular and rows resemble the row before, by seeded sampling.
+
+    `popular` counts only those among that many most popular ones.
+    """
     random = np.random.default_rng(_SEED)
     popularity = -POPULARITY * np.log(np.arange(1, experts + 1))
     seen = np.zeros((_SAMPLES, experts), bool)
@@ -143,14 +146,15 @@ def correlated_experts(experts: int, chosen: int, rows: int) -> float:
             np.put_along_axis(scores, before, kept, axis=1)
         before = np.argpartition(-scores, chosen - 1, axis=1)[:, :chosen]
         np.put_along_axis(seen, before, True, axis=1)
-    return float(seen.sum() / _SAMPLES)
+    return float(seen[:, :popular].sum() / _SAMPLES)
 
 
-def _size(parameter: Parameter) -> int:
+def stored_bytes(parameter: Parameter) -> int:
+    """Bytes of a parameter in its published type."""
     return math.prod(parameter.shape) * jnp.dtype(parameter.dtype).itemsize
 
 
-def _group(parameter: Parameter) -> str:
+def part_of(parameter: Parameter) -> str:
     """The part of the model a parameter is counted under."""
     path = parameter.path
     if "experts" in path:
@@ -164,7 +168,7 @@ def _group(parameter: Parameter) -> str:
 
 def _read(parameter: Parameter, config: ModelConfig, k: int, routing: Routing) -> float:
     """Bytes of one parameter that a step reads."""
-    path, size, rows = parameter.path, _size(parameter), k + 1
+    path, size, rows = parameter.path, stored_bytes(parameter), k + 1
     drafts = path[0] == "drafter"
     if drafts and not k and not _COMMITTED & set(path):
         return 0
