@@ -11,15 +11,17 @@ import triton.language as tl
 
 from pallas_kernels.device_numbers import INTERPRETED
 
-# One thread asks. $1: first byte, a multiple of 16; $2: bytes, a multiple of 16 and not zero.
-_ASK = tl.constexpr("""{
+# One thread asks, the one whose WHICH is 0. $1: first byte, a multiple of 16; $2: bytes, a multiple of 16 and not zero.
+_ASKING = """{
 .reg .pred one;
-.reg .b32 thread;
+.reg .b32 number;
 mov.b32 $0, 0;
-mov.u32 thread, %tid.x;
-setp.eq.u32 one, thread, 0;
+mov.u32 number, WHICH;
+setp.eq.u32 one, number, 0;
 @one cp.async.bulk.prefetch.L2.global [$1], $2;
-}""")
+}"""
+_ASK = tl.constexpr(_ASKING.replace("WHICH", "%tid.x"))
+_ASK_BY_WARPS = tl.constexpr(_ASKING.replace("WHICH", "%laneid"))  # the first thread of each warp
 
 
 @triton.jit
@@ -27,17 +29,6 @@ def prefetch(pointer, size):
     """Asks for `size` bytes (int32, a positive multiple of 16) from `pointer` on; no work in the interpreter."""
     if not INTERPRETED:
         tl.inline_asm_elementwise(_ASK, "=r,l,r", [pointer, size], dtype=tl.int32, is_pure=False, pack=1)
-
-
-# As above, by the first thread of each warp.
-_ASK_BY_WARPS = tl.constexpr("""{
-.reg .pred one;
-.reg .b32 lane;
-mov.b32 $0, 0;
-mov.u32 lane, %laneid;
-setp.eq.u32 one, lane, 0;
-@one cp.async.bulk.prefetch.L2.global [$1], $2;
-}""")
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from v4flash.cli import device
-from v4flash.cli.options import add, add_device, whole
+from v4flash.cli.options import add, add_configuration, add_device, whole
 from v4flash.cli.terminal import Messages
 from v4flash.errors import UsageError
 
@@ -25,12 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--random-weights", action="store_true", required=True, help="make the weights up, on the device"
     )
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="CONFIG",
-        help="config.json, checkpoint folder, or the name of a file in configs/models (v4-flash-0731)",
-    )
+    add_configuration(parser)
     listed = {"env": False, "metavar": "LIST"}
     add(parser, "--backend", help="xla, fused, or both with a comma between", default="fused", **listed)
     add(parser, "--k", help="drafts per step", default="0,3,5,7", type=numbers, **listed)

@@ -7,7 +7,7 @@ import argparse
 import json
 from typing import Any
 
-from v4flash.cli.options import add, one_of, whole
+from v4flash.cli.options import add, add_configuration, one_of, whole
 from v4flash.cli.terminal import Messages, amount
 
 NAME = "budget"
@@ -16,12 +16,7 @@ BACKENDS = ("xla", "fused")
 
 
 def add_arguments(budget: argparse.ArgumentParser) -> None:
-    budget.add_argument(
-        "--config",
-        required=True,
-        metavar="CONFIG",
-        help="config.json, checkpoint folder, or the name of a file in configs/models (v4-flash-0731)",
-    )
+    add_configuration(budget)
     budget.add_argument(
         "--target",
         required=True,

@@ -48,6 +48,16 @@ def add(
     parser.add_argument(flag, default=default, help=(help + shown).replace("%", "%%"), **settings)
 
 
+def add_configuration(parser: argparse.ArgumentParser) -> None:
+    """Adds `--config`, which `profile.budget.configuration` turns into a file."""
+    parser.add_argument(
+        "--config",
+        required=True,
+        metavar="CONFIG",
+        help="config.json, checkpoint folder, or the name of a file in configs/models (v4-flash-0731)",
+    )
+
+
 def one_of(*values: str) -> dict[str, Any]:
     """Settings of an option that takes one of a few words, on the command line and in the environment."""
 

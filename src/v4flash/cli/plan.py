@@ -7,7 +7,7 @@ import argparse
 import json
 from typing import Any
 
-from v4flash.cli.options import add, whole
+from v4flash.cli.options import add, add_configuration, whole
 from v4flash.cli.terminal import amount
 
 NAME = "plan"
@@ -15,12 +15,7 @@ HELP = "say which experts fit one or two memories, the floor of a step there, an
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="CONFIG",
-        help="config.json, checkpoint folder, or the name of a file in configs/models (v4-flash-0731)",
-    )
+    add_configuration(parser)
     parser.add_argument(
         "--devices",
         required=True,
@@ -62,14 +57,13 @@ def as_text(found: dict[str, Any]) -> str:
         _part(f"{hot} of {experts} experts a layer", _hot_bytes(found), found["expert"]["label"]),
         _part("together", found["first_bytes"], f"{amount(found['reserved']['bytes'])} kept free"),
     ]
-    tables = found["n_gram_tables"]
     if found["second_bytes"]:
+        tables = found["n_gram_tables"]
+        away = tables["bytes"] if tables["on_second"] else 0
         lines += ["", "second memory"]
-        if tables["on_second"]:
-            lines.append(_part("n-gram tables", tables["bytes"], tables["label"]))
-            cold = found["second_bytes"] - tables["bytes"]
-        else:
-            cold = found["second_bytes"]
+        if away:
+            lines.append(_part("n-gram tables", away, tables["label"]))
+        cold = found["second_bytes"] - away
         lines.append(_part(f"{experts - hot} of {experts} experts a layer", cold, found["expert"]["label"]))
     distinct, met = found["distinct_experts"], found["cold_experts"]
     lines += [
