@@ -25,6 +25,7 @@ COMMANDS = (
     "kernels",
     "bench",
     "plan",
+    "experts",
     "advise",
     "certify",
 )
