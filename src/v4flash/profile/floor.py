@@ -11,6 +11,7 @@ from: `published` (configuration or data sheet), `measured` (on a device), `give
 import collections
 import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -18,9 +19,9 @@ import numpy as np
 
 from v4flash.checkpoint.inventory import Parameter, parameters
 from v4flash.config import LayerConfig, ModelConfig
-from v4flash.profile.targets import Target
+from v4flash.profile.targets import MEASURED, Target
 
-PUBLISHED, MEASURED, GIVEN, MODELLED = "published", "measured", "given", "modelled"
+PUBLISHED, GIVEN, MODELLED = "published", "given", "modelled"
 UNIFORM, CORRELATED = "uniform", "correlated"
 # Popularity exponent of experts and the chance that a row repeats an expert of the row before; they put the
 # distinct experts of six V4-Flash rows at 25, between public measurements of 22 and 30.
@@ -134,19 +135,30 @@ def correlated_experts(experts: int, chosen: int, rows: int, popular: int | None
 
     `popular` counts only those among that many most popular ones.
     """
+    seen = np.zeros((_SAMPLES, experts), bool)
+    for row in _correlated_rows(experts, chosen, rows):
+        np.put_along_axis(seen, row, True, axis=1)
+    return float(seen[:, :popular].sum() / _SAMPLES)
+
+
+def correlated_share(experts: int, chosen: int, rows: int, popular: int) -> float:
+    """Share of the same rows' routes that go to the `popular` most popular experts."""
+    return float(np.mean([row < popular for row in _correlated_rows(experts, chosen, rows)]))
+
+
+def _correlated_rows(experts: int, chosen: int, rows: int) -> Iterator[np.ndarray]:
+    """Row after row, the experts it chose in every sample, the most popular one being 0: int [samples, K]."""
     random = np.random.default_rng(_SEED)
     popularity = -POPULARITY * np.log(np.arange(1, experts + 1))
-    seen = np.zeros((_SAMPLES, experts), bool)
     before = None
     for _ in range(rows):
-        scores = popularity + random.gumbel(size=seen.shape)
+        scores = popularity + random.gumbel(size=(_SAMPLES, experts))
         if before is not None:
             kept = np.take_along_axis(scores, before, axis=1)
             kept[random.random(kept.shape) < REPEATED] = np.inf
             np.put_along_axis(scores, before, kept, axis=1)
         before = np.argpartition(-scores, chosen - 1, axis=1)[:, :chosen]
-        np.put_along_axis(seen, before, True, axis=1)
-    return float(seen[:, :popular].sum() / _SAMPLES)
+        yield before
 
 
 def stored_bytes(parameter: Parameter) -> int:

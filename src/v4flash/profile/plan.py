@@ -1,17 +1,17 @@
-"""Where the weights of a configuration would lie on one or two memories, and what a step would cost there.
+"""Where the weights of a configuration would lie on the memories of a machine, and what a step would cost there.
 
 Knows: bytes of every part, how many hot experts a first device holds beside the rest, and how many cold ones a step is
 expected to meet. Does not know: any device that is there, or how experts are moved; nothing is loaded or measured.
 
 The first device keeps everything but the cold experts; n-gram tables, of which a step reads a few hundred rows, go to
-the host's memory where there is one. Experts are hot in the order of a modelled popularity (`correlated_experts`), so
-that the share of cold ones is a model until routes of real text are counted.
+the host's memory where there is one behind it. Experts are hot in the order of their counts over real text where such
+statistics are given, judged on texts that did not decide the order, and else by a modelled popularity.
 """
 
 import collections
 import dataclasses
 import functools
-import re
+import math
 from typing import Any
 
 import jax
@@ -20,29 +20,42 @@ from pallas_kernels.bench_case import tree_bytes
 from v4flash.config import ModelConfig
 from v4flash.engine.programs import Shapes, new_state
 from v4flash.errors import CapacityError, UsageError
+from v4flash.placement.statistics import RoutingStatistics
 from v4flash.profile import floor as floors
 from v4flash.profile.deviceless import REAL_NUMERICS
-from v4flash.profile.floor import CORRELATED, MEASURED, MODELLED, PUBLISHED, correlated_experts
-from v4flash.profile.targets import MEASURED_BANDWIDTH
-
-SCHEMA = "v4flash.plan/1"
-GIB = 1 << 30
-RESERVED = 2 * GIB  # of each memory: program, temporaries, driver (modelled)
-HOST_LINK = (
-    42e9  # bytes/s of experts fetched from pinned host memory, the lower of two measurements on an H200
+from v4flash.profile.floor import (
+    CORRELATED,
+    MEASURED,
+    MODELLED,
+    PUBLISHED,
+    Routing,
+    correlated_experts,
+    correlated_share,
+    modelled_routing,
 )
-EXCHANGE = 25e-6  # seconds a layer in which two GPUs of one program add their results, measured on two H200
+from v4flash.profile.machines import GIB, Figure, Machine, Memory
+
+SCHEMA = "v4flash.plan/2"
+RESERVED = 2 * GIB  # of each memory: program, temporaries, driver (modelled)
 ROWS, CHUNK = 8, 128
 TABLES, EXPERTS, STATE = "n-gram tables", "experts", "state"
-_MEMORY = re.compile(r"(\d+(?:\.\d+)?)(h?)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes of a GPU's memory, or of the host's."""
+class Choice:
+    """How the rows of a step choose experts.
 
-    size: float
-    host: bool = False
+    Attributes:
+      distinct, cold: different experts a layer, and how many of them are cold.
+      share: of the routes, those to cold experts.
+      label, source: what these figures are worth.
+    """
+
+    distinct: float
+    cold: float
+    share: float
+    label: str
+    source: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,24 +65,23 @@ class Plan:
     Attributes:
       k, context: drafts per step, positions kept.
       parts: bytes on the first device by part, experts apart.
-      tables: bytes of n-gram tables and whether they lie on the second memory.
+      tables: bytes of n-gram tables, and on which memory they lie if they are not among `parts`.
       expert: bytes of one routed expert.
       experts, layers: routed experts a layer, and layers.
       hot: experts a layer on the first device.
-      distinct, cold: different experts a layer that a step chooses, and how many of them are cold (modelled).
+      choice: experts that a step chooses.
       least_bytes: that a step reads, wherever they lie.
     """
 
     k: int
     context: int
     parts: dict[str, int]
-    tables: tuple[int, bool]
+    tables: tuple[int, int]
     expert: int
     experts: int
     layers: int
     hot: int
-    distinct: float
-    cold: float
+    choice: Choice
     least_bytes: float
 
     @property
@@ -77,55 +89,67 @@ class Plan:
         """Bytes used on the first device."""
         return sum(self.parts.values()) + self.hot * self.layers * self.expert
 
-    @property
-    def second_bytes(self) -> int:
-        """Bytes used behind it."""
-        tables, away = self.tables
-        return (self.experts - self.hot) * self.layers * self.expert + (tables if away else 0)
+    def bytes_behind(self, memory: int) -> int:
+        """Bytes used on the second (1) or third (2) memory."""
+        tables, place = self.tables
+        cold = (self.experts - self.hot) * self.layers * self.expert if memory == 1 else 0
+        return cold + (tables if place == memory else 0)
 
     @property
     def cold_bytes(self) -> float:
         """Bytes of cold experts that a step meets."""
-        return self.cold * self.layers * self.expert
+        return self.choice.cold * self.layers * self.expert
 
 
-def parse_memories(text: str) -> tuple[Memory, ...]:
-    """'139,128h' as a GPU of 139 GiB and 128 GiB of the host's memory. Raises UsageError for anything else."""
-    found = [_MEMORY.fullmatch(part.strip()) for part in text.split(",")]
-    if not all(found) or not 1 <= len(found) <= 2 or found[0][2]:
-        raise UsageError(
-            f"devices are {text!r}, expected one or two memories in GiB, a GPU's first, h behind a host's: 139,128h"
-        )
-    memories = tuple(Memory(float(match[1]) * GIB, bool(match[2])) for match in found)
-    if min(memory.size for memory in memories) <= 0:
-        raise UsageError(f"devices are {text!r}, expected sizes above 0")
-    return memories
+def plan(
+    config: ModelConfig, machine: Machine, context: int, k: int, counted: RoutingStatistics | None = None
+) -> Plan:
+    """The plan with as many hot experts as fit; `counted`, statistics of this configuration's routes.
 
-
-def plan(config: ModelConfig, memories: tuple[Memory, ...], context: int, k: int) -> Plan:
-    """The plan with as many hot experts as fit.
-
-    Raises CapacityError that says what is short by how much, UsageError for a context or k that the model has not.
+    Raises CapacityError that says what is short by how much, UsageError for a context or k that the model has not, or
+    for statistics of texts shorter than a step.
     """
     limit = config.max_position_embeddings
     if not config.sliding_window <= context <= limit:
         raise UsageError(f"context is {context}, expected {config.sliding_window} to {limit}")
     if not 0 <= k < ROWS:
         raise UsageError(f"k is {k}, expected 0 to {ROWS - 1}")
-    placed = _placed(config, memories, context)
-    experts, chosen = config.n_routed_experts, config.num_experts_per_tok
-    distinct = correlated_experts(experts, chosen, k + 1)
-    cold = distinct - correlated_experts(experts, chosen, k + 1, popular=placed["hot"])
-    least = floors.floor(config, k, context, CORRELATED)
-    return Plan(k, context, distinct=distinct, cold=cold, least_bytes=least.bytes, **placed)
+    placed = _placed(config, machine.memories, context)
+    choice = _counted(counted, k, placed["hot"]) if counted else _modelled(config, k, placed["hot"])
+    drafted = modelled_routing(config, k, CORRELATED).draft
+    least = floors.floor(config, k, context, Routing(choice.distinct, drafted, choice.label, choice.source))
+    return Plan(k, context, choice=choice, least_bytes=least.bytes, **placed)
+
+
+def _modelled(config: ModelConfig, k: int, hot: int) -> Choice:
+    sizes = config.n_routed_experts, config.num_experts_per_tok, k + 1
+    distinct = correlated_experts(*sizes)
+    cold = distinct - correlated_experts(*sizes, popular=hot)
+    share = 1 - correlated_share(*sizes, popular=hot)
+    return Choice(distinct, cold, share, MODELLED, "a popularity and repetition as public counts have them")
+
+
+def _counted(counted: RoutingStatistics, k: int, hot: int) -> Choice:
+    judged, cold = counted.judged, ~counted.hot(hot)
+    if not judged.groups[k]:
+        raise UsageError(f"the statistics are of texts shorter than {k + 1} rows; profile longer ones")
+    said = "out of sample" if counted.judge else "in sample, for a single text was counted"
+    return Choice(
+        judged.distinct(k + 1),
+        judged.distinct(k + 1, cold),
+        judged.share(cold),
+        MEASURED,
+        f"{judged.rows:,} rows of text, {said}",
+    )
 
 
 def _placed(config: ModelConfig, memories: tuple[Memory, ...], context: int) -> dict[str, Any]:
     """The fields of a Plan that say what lies where. Raises CapacityError where something finds no place."""
     parts, routed, tables = _weights(config)
     parts = dict(parts)
-    away = bool(tables) and len(memories) == 2 and memories[1].host
-    if tables and not away:
+    behind = [place for place, memory in enumerate(memories) if memory.host and place]
+    place = behind[0] if tables and behind else 0
+    if tables and not place:
         parts[TABLES] = tables
     parts[STATE] = _state(config, context)
     experts, layers, chosen = config.n_routed_experts, config.num_hidden_layers, config.num_experts_per_tok
@@ -136,27 +160,34 @@ def _placed(config: ModelConfig, memories: tuple[Memory, ...], context: int) -> 
         raise CapacityError(
             f"the first device is {_gib(short)} GiB short: {_gib(beside)} GiB beside the experts, "
             f"{_gib(chosen * layers * expert)} for {chosen} experts a layer, {_gib(RESERVED)} kept free, and it has "
-            f"{_gib(memories[0].size)}{_hint(parts, memories, short)}"
+            f"{_gib(memories[0].size)}{_hint(parts, short)}"
         )
-    needed = (experts - hot) * layers * expert + (tables if away else 0)
-    room = memories[1].size - RESERVED if len(memories) == 2 else 0.0
+    needed = (experts - hot) * layers * expert + (tables if place == 1 else 0)
+    room = memories[1].size - RESERVED if len(memories) > 1 else 0.0
     if needed > room:
-        beyond = "the second memory has" if len(memories) == 2 else "there is no second memory:"
+        beyond = "the second memory has" if len(memories) > 1 else "there is no second memory:"
+        held = experts - math.ceil((needed - room) / (layers * expert))
         raise CapacityError(
             f"{_gib(needed - room)} GiB find no place: {hot} of {experts} experts a layer fit the first device, "
-            f"the rest {'and the n-gram tables ' if away else ''}take {_gib(needed)} GiB, {beyond} {_gib(room)} to "
-            f"give; a second memory of {_gib(needed + RESERVED)} GiB would do"
+            f"the rest {'and the n-gram tables ' if place == 1 else ''}take {_gib(needed)} GiB, {beyond} {_gib(room)} "
+            f"to give, so {max(held, 0)} experts a layer have a place; a second memory of "
+            f"{_gib(needed + RESERVED)} GiB would do"
         )
-    return dict(parts=parts, tables=(tables, away), expert=expert, experts=experts, layers=layers, hot=hot)
+    if place == 2 and tables > memories[2].size - RESERVED:
+        raise CapacityError(
+            f"{_gib(tables + RESERVED - memories[2].size)} GiB find no place: the n-gram tables take {_gib(tables)} "
+            f"GiB, the host's memory has {_gib(memories[2].size - RESERVED)} to give"
+        )
+    return dict(parts=parts, tables=(tables, place), expert=expert, experts=experts, layers=layers, hot=hot)
 
 
-def largest_context(config: ModelConfig, memories: tuple[Memory, ...]) -> int:
-    """The longest context, in steps of 1,024, that these memories have a plan for; some plan must exist."""
+def largest_context(config: ModelConfig, machine: Machine) -> int:
+    """The longest context, in steps of 1,024, that this machine has a plan for; some plan must exist."""
     low, high = 0, config.max_position_embeddings // 1024
     while low < high:
         middle = (low + high + 1) // 2
         try:
-            _placed(config, memories, middle * 1024)
+            _placed(config, machine.memories, middle * 1024)
             low = middle
         except CapacityError:
             high = middle - 1
@@ -164,47 +195,86 @@ def largest_context(config: ModelConfig, memories: tuple[Memory, ...]) -> int:
 
 
 def document(
-    name: str, config: ModelConfig, memories: tuple[Memory, ...], context: int, k: int
+    name: str,
+    config: ModelConfig,
+    machine: Machine,
+    context: int,
+    k: int,
+    counted: RoutingStatistics | None = None,
 ) -> dict[str, Any]:
     """The plan as JSON, every figure with the label of its weakest part."""
-    found = plan(config, memories, context, k)
-    bandwidth = MEASURED_BANDWIDTH["h200"]
-    times = [_time("every expert on one device", found.least_bytes / bandwidth)]
-    if found.hot < found.experts:
-        near = (found.least_bytes - found.cold_bytes) / bandwidth
-        if memories[1].host:
-            times.append(_time("cold experts fetched one after another", near + found.cold_bytes / HOST_LINK))
-        else:
-            far = max(near, found.cold_bytes / bandwidth)
-            times.append(_time("cold experts computed on the second device", far + found.layers * EXCHANGE))
+    found = plan(config, machine, context, k, counted)
+    choice, chosen = found.choice, (k + 1) * config.num_experts_per_tok * found.layers
     return {
         "schema": SCHEMA,
         "config": name,
+        "machine": machine.about,
         "k": k,
         "context": context,
-        "largest_context": largest_context(config, memories),
-        "memories": [{"bytes": round(memory.size), "host": memory.host} for memory in memories],
+        "largest_context": largest_context(config, machine),
+        "memories": [
+            {"name": memory.name, "host": memory.host, **_shown(memory.bytes, "bytes")}
+            for memory in machine.memories
+        ],
         "parts": [
             {"name": part, "bytes": size, "label": MODELLED if part == STATE else PUBLISHED}
             for part, size in sorted(found.parts.items(), key=lambda item: -item[1])
         ],
-        "n_gram_tables": {"bytes": found.tables[0], "on_second": found.tables[1], "label": PUBLISHED},
+        "n_gram_tables": {"bytes": found.tables[0], "memory": found.tables[1], "label": PUBLISHED},
         "expert": {"bytes": found.expert, "label": PUBLISHED},
         "experts": found.experts,
         "hot_experts": found.hot,
         "first_bytes": found.first_bytes,
-        "second_bytes": found.second_bytes,
+        "second_bytes": found.bytes_behind(1),
+        "third_bytes": found.bytes_behind(2),
         "reserved": {"bytes": RESERVED, "label": MODELLED},
-        "distinct_experts": {"value": round(found.distinct, 2), "label": MODELLED},
-        "cold_experts": {"value": round(found.cold, 3), "bytes": round(found.cold_bytes), "label": MODELLED},
-        "step_bytes": {"value": round(found.least_bytes), "label": MODELLED},
-        "rates": {
-            "memory": {"bytes_per_second": bandwidth, "label": MEASURED},
-            "host_link": {"bytes_per_second": HOST_LINK, "label": MEASURED},
-            "exchange": {"seconds_per_layer": EXCHANGE, "label": MEASURED},
+        "routing": {"label": choice.label, "source": choice.source},
+        "distinct_experts": {"value": round(choice.distinct, 2), "label": choice.label},
+        "cold_experts": {
+            "value": round(choice.cold, 3),
+            "bytes": round(found.cold_bytes),
+            "label": choice.label,
         },
-        "floors": times,
+        "cold_routes": {
+            "value": round(choice.share * chosen, 1),
+            "share": round(choice.share, 5),
+            "label": choice.label,
+        },
+        "step_bytes": {"value": round(found.least_bytes), "label": MODELLED},
+        "rates": _rates(machine),
+        "floors": _floors(found, machine),
     }
+
+
+def _rates(machine: Machine) -> dict[str, Any]:
+    """The rates that the floors are made of."""
+    first, *behind = machine.memories
+    rates = {"memory": _shown(first.bandwidth, "bytes_per_second")}
+    if behind and behind[0].host:
+        rates["host_link"] = _shown(machine.fetch, "bytes_per_second")
+    elif behind:
+        rates["second_memory"] = _shown(behind[0].bandwidth, "bytes_per_second")
+        rates["exchange"] = _shown(machine.exchange, "seconds_per_layer")
+    return rates
+
+
+def _floors(found: Plan, machine: Machine) -> list[dict[str, Any]]:
+    """Times of a step without the link between the memories, and with it."""
+    first, *behind = machine.memories
+    bandwidth = first.bandwidth.value
+    times = [_time("every expert on one device", found.least_bytes / bandwidth)]
+    if found.hot == found.experts:
+        return times
+    near = (found.least_bytes - found.cold_bytes) / bandwidth
+    if behind[0].host:
+        fetched = near + found.cold_bytes / machine.fetch.value
+        return [*times, _time("cold experts fetched one after another", fetched)]
+    far = max(near, found.cold_bytes / behind[0].bandwidth.value) + found.layers * machine.exchange.value
+    return [*times, _time("cold experts computed on the second device", far)]
+
+
+def _shown(figure: Figure, name: str) -> dict[str, Any]:
+    return {name: figure.value, "label": figure.label, "source": figure.source}
 
 
 def _time(name: str, seconds: float) -> dict[str, Any]:
@@ -230,10 +300,14 @@ def _gib(size: float) -> str:
     return f"{size / GIB:,.1f}"
 
 
-def _hint(parts: dict[str, int], memories: tuple[Memory, ...], short: float) -> str:
+def _hint(parts: dict[str, int], short: float) -> str:
     """What would help where the first device does not hold the rest, if anything but a larger one does."""
-    if TABLES in parts and not any(memory.host for memory in memories):
-        return f"; a host's memory would take the {_gib(parts[TABLES])} GiB of n-gram tables (--devices 139,256h)"
+    if TABLES in parts:
+        wanted = -(-(parts[TABLES] + RESERVED) // GIB)
+        return (
+            f"; a host's memory would take the {_gib(parts[TABLES])} GiB of n-gram tables (add {wanted}h or more to "
+            "--devices)"
+        )
     if parts[STATE] > short:
         return f"; {_gib(parts[STATE])} GiB of it are state, which a smaller --ctx shrinks"
     return ""

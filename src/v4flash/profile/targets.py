@@ -1,18 +1,18 @@
 """The GPUs that programs are compiled for, on machines that have none.
 
-Knows: the device descriptions in configs/devices (XLA's GpuTargetConfigProto as text) and the bandwidth that was
-measured on a device. Does not know: JAX, or any program.
+Knows: the device descriptions in configs/devices (XLA's GpuTargetConfigProto as text), and that the machine file of the
+same name says which bandwidth was measured. Does not know: JAX, any program, or machines of several memories.
 """
 
 import dataclasses
+import json
 import re
 from pathlib import Path
 
 import v4flash
 from v4flash.errors import UsageError
 
-# Device-to-device copy of a large array, bytes read and written, bytes/s (H200, jax 0.11.2, driver 580).
-MEASURED_BANDWIDTH = {"h200": 4.3e12}
+MEASURED = "measured"
 _FIELD = re.compile(r'\s*(\w+)\s*(?::\s*("[^"]*"|\S+)|\{)|\s*(\})')
 _MEMORY = re.compile(r"(device_memory_size:\s*)\d+")
 
@@ -82,11 +82,20 @@ def target(name: str) -> Target:
         cores=number("core_count"),
         memory=number("device_memory_size"),
         bandwidth=number("memory_bandwidth"),
-        measured_bandwidth=MEASURED_BANDWIDTH.get(name),
+        measured_bandwidth=_measured_bandwidth(name),
         l2=number("l2_cache_size"),
         shared_memory=number("shared_memory_per_block_optin"),
         text=text,
     )
+
+
+def _measured_bandwidth(name: str) -> float | None:
+    """Bytes/s of the first memory in the machine file of that name, if somebody measured them."""
+    file = folder() / f"{name}.json"
+    if not file.is_file():
+        return None
+    found = json.loads(file.read_text(encoding="utf-8"))["memories"][0].get("bandwidth", {})
+    return found["value"] if found.get("label") == MEASURED else None
 
 
 def read_fields(text: str) -> dict[str, int | float | str]:
