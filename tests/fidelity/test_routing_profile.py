@@ -3,30 +3,36 @@
 import types
 from collections import Counter
 
-import flax.nnx as nnx
 import numpy as np
 import pytest
-from toy_models import FAMILIES, toy, toy_json
+from packed_toys import small_toy
+from toy_models import FAMILIES, Toy, toy, toy_json
 
 from v4flash.config import ModelConfig
+from v4flash.engine.backends import module_form, packed_form, packed_weights
 from v4flash.engine.programs import Shapes
 from v4flash.errors import UsageError
 from v4flash.fidelity import routing_profile
 from v4flash.fidelity.model_routes import ModelRoutes
 from v4flash.fidelity.routing_profile import TextFile
+from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.placement.statistics import DECIDE, JUDGE, Counts
 
 CONTEXT = 64
 
 
-def routes_of(family: str, chunk: int) -> ModelRoutes:
-    made = toy(family)
+def routes_of(made: Toy, chunk: int, form=None, params=None) -> ModelRoutes:
+    """The routes of a toy on its modules, or on weights `params` of another form."""
     pinned = types.SimpleNamespace(
-        shapes=Shapes(8, chunk, CONTEXT), model=lambda params: nnx.merge(made.graphdef, params)
+        shapes=Shapes(8, chunk, CONTEXT), model=(form or module_form(made.graphdef)).model
     )
     return ModelRoutes(
         types.SimpleNamespace(
-            config=made.config, numerics=made.numerics, params=made.params, backend="xla", programs=pinned
+            config=made.config,
+            numerics=made.numerics,
+            params=made.params if params is None else params,
+            backend="xla",
+            programs=pinned,
         )
     )
 
@@ -36,7 +42,7 @@ def test_padding_of_a_chunk_is_not_among_the_routes(family):
     """37 rows in chunks of 16 leave 11 dead ones with token 0, whose routes would be real experts."""
     config = toy(family).config
     ids = np.random.default_rng(5).integers(2, 95, 37).tolist()
-    padded, whole = routes_of(family, 16)(ids), routes_of(family, 37)(ids)
+    padded, whole = routes_of(toy(family), 16)(ids), routes_of(toy(family), 37)(ids)
     assert padded.shape == (config.num_hidden_layers, 37, config.num_experts_per_tok)
     np.testing.assert_array_equal(padded, whole)
     for layer in (layer.index for layer in config.layers if layer.hash_routed):
@@ -44,6 +50,16 @@ def test_padding_of_a_chunk_is_not_among_the_routes(family):
         np.testing.assert_array_equal(padded[layer], np.asarray(table)[ids])
     counts = Counts.of(padded, config.n_routed_experts)
     assert counts.routes.sum(axis=1).tolist() == [37 * config.num_experts_per_tok] * config.num_hidden_layers
+
+
+def test_packed_weights_choose_the_same_experts():
+    """Passes of 8 rows on packed weights, with the operations' definitions in place of the launches."""
+    made = small_toy("v4")
+    ids = np.random.default_rng(6).integers(2, 95, 19).tolist()
+    packed = routes_of(
+        made, 8, packed_form(made.config, made.numerics, ReferenceBodies), packed_weights(made.model)
+    )
+    np.testing.assert_array_equal(packed(ids), routes_of(made, 24)(ids))
 
 
 CONFIG = ModelConfig.from_dict(toy_json("v4"))
