@@ -66,7 +66,11 @@ class Predictions:
     def _step(self, tokens: np.ndarray, routes: np.ndarray, previous: np.ndarray) -> np.ndarray:
         chosen = _named(routes, previous.shape)
         known = [self._by_token[token] for token in tokens.tolist() if token in self._by_token]
-        alike = _named(np.stack(known, axis=1), previous.shape) if known else np.zeros_like(previous)
+        alike = (
+            _named(np.stack(known, axis=1).astype(np.int64), previous.shape)
+            if known
+            else np.zeros_like(previous)
+        )
         # Most recently used first; of those used in the same step the first.
         order = np.argsort(-self._last_used, axis=1, kind="stable")
         used, wanted = (np.take_along_axis(found, order, axis=1) for found in (self._last_used >= 0, chosen))
@@ -82,7 +86,9 @@ class Predictions:
             tally.recent += np.bincount(places[stacked & used & wanted], minlength=len(tally.recent))
         self._last_used[chosen] = self._steps
         for row, token in enumerate(tokens.tolist()):
-            self._by_token[token] = routes[:, row]
+            self._by_token[token] = routes[:, row].astype(
+                np.uint16
+            )  # a copy: a view would keep the whole step
         self._steps += 1
         return chosen
 
