@@ -22,6 +22,7 @@ from v4flash.checkpoint.safetensors_file import DTYPES
 from v4flash.config import ModelConfig
 from v4flash.model.backbone import Layer
 from v4flash.model.drafter import Model
+from v4flash.model.experts import Experts, RoutedExperts
 from v4flash.model.hyper_connections import HyperHead
 from v4flash.model.numerics import Linear, Norm, Numerics
 
@@ -70,10 +71,13 @@ class Parameter:
 
 @functools.lru_cache(maxsize=8)
 def abstract_model(
-    config: ModelConfig, numerics: Numerics
+    config: ModelConfig, numerics: Numerics, routed: RoutedExperts = Experts
 ) -> tuple[nnx.GraphDef, tuple[tuple[names.ModulePath, nnx.Variable], ...]]:
-    """Structure of a model without its weights: the graph, and (path, variable of shape and type) pairs."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Model(config, numerics)))
+    """Structure of a model without its weights: the graph, and (path, variable of shape and type) pairs.
+
+    `routed` makes the backbone's routed experts.
+    """
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: Model(config, numerics, routed)))
     return graphdef, tuple(nnx.to_flat_state(state))
 
 

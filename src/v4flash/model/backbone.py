@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from v4flash.config import LayerConfig, ModelConfig
 from v4flash.model.attention import Attention, Choice
 from v4flash.model.engram import Engram, compressed_history
-from v4flash.model.experts import MixtureOfExperts
+from v4flash.model.experts import Experts, MixtureOfExperts, RoutedExperts
 from v4flash.model.hyper_connections import HyperConnection, HyperHead, collapse, spread
 from v4flash.model.numerics import Norm, Numerics
 from v4flash.state import DecodeState, ring_write
@@ -68,7 +68,14 @@ class Layer(nnx.Module):
     """Attention and mixture of experts, each inside hyper-connections."""
 
     def __init__(
-        self, config: ModelConfig, layer: LayerConfig, numerics: Numerics, *, experts: int, chosen: int
+        self,
+        config: ModelConfig,
+        layer: LayerConfig,
+        numerics: Numerics,
+        *,
+        experts: int,
+        chosen: int,
+        routed: RoutedExperts = Experts,
     ):
         self.config, self.layer = config, layer
         self.hc_attn = HyperConnection(config, numerics)
@@ -77,7 +84,7 @@ class Layer(nnx.Module):
         self.hc_ffn = HyperConnection(config, numerics)
         self.ffn_norm = Norm(config.hidden_size, config.rms_norm_eps, numerics)
         self.ffn = MixtureOfExperts(
-            config, numerics, experts=experts, chosen=chosen, hashed=layer.hash_routed
+            config, numerics, experts=experts, chosen=chosen, hashed=layer.hash_routed, routed=routed
         )
         self.engram = Engram(config, layer.index, numerics) if layer.engram else None
 
@@ -123,9 +130,9 @@ class Layer(nnx.Module):
 
 
 class Backbone(nnx.Module):
-    """Embedding, layers, final norm and head of the target model."""
+    """Embedding, layers, final norm and head of the target model; `routed` makes its routed experts."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics):
+    def __init__(self, config: ModelConfig, numerics: Numerics, routed: RoutedExperts = Experts):
         self.config, self.numerics = config, numerics
         shape = (config.vocab_size, config.hidden_size)
         self.embed = nnx.Param(jnp.zeros(shape, numerics.plain))
@@ -133,7 +140,14 @@ class Backbone(nnx.Module):
         self.norm = Norm(config.hidden_size, config.rms_norm_eps, numerics)
         self.hc_head = None if config.delayed_mixing else HyperHead(config, numerics)
         self.layers = nnx.List(
-            Layer(config, layer, numerics, experts=config.n_routed_experts, chosen=config.num_experts_per_tok)
+            Layer(
+                config,
+                layer,
+                numerics,
+                experts=config.n_routed_experts,
+                chosen=config.num_experts_per_tok,
+                routed=routed,
+            )
             for layer in config.layers
         )
         self.token_map = (

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 
 from v4flash.config import ModelConfig
 from v4flash.model.backbone import Backbone, Layer, Rows, first_stream
+from v4flash.model.experts import Experts, RoutedExperts
 from v4flash.model.hyper_connections import HyperHead, collapse
 from v4flash.model.numerics import Linear, Norm, Numerics
 from v4flash.state import DecodeState, ring_write
@@ -187,9 +188,9 @@ class Drafter(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Target and drafter of one checkpoint."""
+    """Target and drafter of one checkpoint; `routed` makes the target's routed experts (the drafter's are few)."""
 
-    def __init__(self, config: ModelConfig, numerics: Numerics):
+    def __init__(self, config: ModelConfig, numerics: Numerics, routed: RoutedExperts = Experts):
         self.config, self.numerics = config, numerics
-        self.backbone = Backbone(config, numerics)
+        self.backbone = Backbone(config, numerics, routed)
         self.drafter = Drafter(config, numerics) if config.draft else None

@@ -2,10 +2,12 @@
 
 Knows: how rows choose experts (scores or a table over token ids), the clamped SwiGLU, and two ways to compute
 the chosen experts: gathering each row's few, or running all of them once when rows are many. Does not know:
-where an expert's bytes live.
+where an expert's bytes live: a module that does (`model/host_experts.py`) takes the place of `Experts`.
 
 Source: DeepSeek inference/model.py (`Gate`, `Expert`, `MoE`).
 """
+
+from collections.abc import Callable
 
 import flax.nnx as nnx
 import jax
@@ -13,6 +15,8 @@ import jax.numpy as jnp
 
 from v4flash.config import ModelConfig
 from v4flash.model.numerics import Linear, Numerics
+
+NOWHERE = -1
 
 
 class Router(nnx.Module):
@@ -58,30 +62,56 @@ class Experts(nnx.Module):
 
     def __call__(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         """sum_k weights[t, k] * expert_ids[t, k](x[t]) in float32: [T, D]."""
-        every = self.count <= ids.size
-        return self.run_all(x, ids, weights) if every else self.run_chosen(x, ids, weights)
+        return summed(self.contributions(x, ids, weights, every=self.count <= ids.size))
 
-    def run_all(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    def contributions(self, x: jax.Array, places: jax.Array, weights: jax.Array, *, every: bool) -> jax.Array:
+        """weights[t, k] * expert_places[t, k](x[t]) in float32: [T, K, D].
+
+        The bits of a contribution depend on neither the number of experts stacked here nor on their order, so that
+        an expert's tier decides nothing (on a CPU; a GPU's library may choose its algorithm by the number).
+
+        Args:
+          places: int32 [T, K], places in this stack; NOWHERE for a choice that is not in it, whose contribution
+            means nothing and whose weight must be zero.
+          every: run every expert on every row, as suits many rows, instead of gathering each row's few. The two
+            ways take sums in another order: tiers that are joined must all go the same way.
+        """
+        return self.run_all(x, places, weights) if every else self.run_chosen(x, places, weights)
+
+    def run_all(self, x: jax.Array, places: jax.Array, weights: jax.Array) -> jax.Array:
         """Every expert on every row; a row's weight is zero for experts it did not choose."""
-        chosen = jax.nn.one_hot(ids, self.count, dtype=jnp.float32)
+        chosen = jax.nn.one_hot(places, self.count, dtype=jnp.float32)
         dense = jnp.sum(chosen * weights[..., None], axis=1)
+        # One product for each expert, of the same shape however many there are: its bits are its own.
         x = self.w1.rounded_input(x)
+        x = jnp.broadcast_to(x, (self.count, *x.shape))
         product, dtype = self.numerics.product, self.numerics.dtype
-        gate = product("td,efd->tef", x, self.w1.decoded()).astype(dtype)
-        up = product("td,efd->tef", x, self.w3.decoded()).astype(dtype)
-        hidden = clamped_swiglu(gate, up, self.config.swiglu_limit) * dense[..., None]
-        down = product("tef,edf->ted", self.w2.rounded_input(hidden), self.w2.decoded()).astype(dtype)
-        return jnp.sum(down.astype(jnp.float32), axis=1)
+        gate = product("etd,efd->etf", x, self.w1.decoded()).astype(dtype)
+        up = product("etd,efd->etf", x, self.w3.decoded()).astype(dtype)
+        hidden = clamped_swiglu(gate, up, self.config.swiglu_limit) * dense.T[..., None]
+        down = product("etf,edf->etd", self.w2.rounded_input(hidden), self.w2.decoded()).astype(dtype)
+        # An expert that a row chose twice ran once, with both weights.
+        again = jnp.tril(places[:, :, None] == places[:, None, :], k=-1).any(axis=2)
+        made = down[places, jnp.arange(places.shape[0])[:, None]].astype(jnp.float32)
+        return jnp.where(again[..., None], 0.0, made)
 
-    def run_chosen(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
+    def run_chosen(self, x: jax.Array, places: jax.Array, weights: jax.Array) -> jax.Array:
         """Only the chosen experts, gathered per row before decoding."""
         x = self.w1.rounded_input(x)
         product, dtype = self.numerics.product, self.numerics.dtype
-        gate = product("td,tkfd->tkf", x, self.w1.decoded(ids)).astype(dtype)
-        up = product("td,tkfd->tkf", x, self.w3.decoded(ids)).astype(dtype)
+        gate = product("td,tkfd->tkf", x, self.w1.decoded(places)).astype(dtype)
+        up = product("td,tkfd->tkf", x, self.w3.decoded(places)).astype(dtype)
         hidden = clamped_swiglu(gate, up, self.config.swiglu_limit) * weights[..., None]
-        down = product("tkf,tkdf->tkd", self.w2.rounded_input(hidden), self.w2.decoded(ids)).astype(dtype)
-        return jnp.sum(down.astype(jnp.float32), axis=1)
+        down = product("tkf,tkdf->tkd", self.w2.rounded_input(hidden), self.w2.decoded(places)).astype(dtype)
+        return down.astype(jnp.float32)
+
+
+RoutedExperts = Callable[[ModelConfig, Numerics, int], nnx.Module]
+
+
+def summed(contributions: jax.Array) -> jax.Array:
+    """The routed output [T, D] of contributions [T, K, D], added in the order of a row's choices."""
+    return jnp.sum(contributions, axis=1)
 
 
 class SharedExpert(nnx.Module):
@@ -99,12 +129,24 @@ class SharedExpert(nnx.Module):
 
 
 class MixtureOfExperts(nnx.Module):
-    """Router, routed experts and the shared expert: rows [T, D] to [T, D]."""
+    """Router, routed experts and the shared expert: rows [T, D] to [T, D].
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, *, experts: int, chosen: int, hashed: bool):
+    `routed` makes the module of the routed experts, called as `Experts` is.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        numerics: Numerics,
+        *,
+        experts: int,
+        chosen: int,
+        hashed: bool,
+        routed: RoutedExperts = Experts,
+    ):
         self.numerics = numerics
         self.gate = Router(config, numerics, experts=experts, chosen=chosen, hashed=hashed)
-        self.experts = Experts(config, numerics, experts)
+        self.experts = routed(config, numerics, experts)
         self.shared_experts = SharedExpert(config, numerics)
 
     def __call__(self, x: jax.Array, tokens: jax.Array, live: jax.Array) -> tuple[jax.Array, jax.Array]:
