@@ -17,12 +17,19 @@ import numpy as np
 from pallas_kernels import formats
 from v4flash.checkpoint import orbax_store, published
 from v4flash.checkpoint.inventory import Parameter, abstract_model, parameters
+from v4flash.checkpoint.names import ModulePath
 from v4flash.checkpoint.shards import CheckpointFiles
 from v4flash.config import ModelConfig
 from v4flash.model.engram import TABLE_GROUP
 from v4flash.model.numerics import Numerics
 
 Read = Callable[[Parameter], np.ndarray | jax.Array]
+Put = Callable[[ModulePath, np.ndarray | jax.Array], dict[ModulePath, jax.Array]]
+
+
+def whole(path: ModulePath, value: np.ndarray | jax.Array) -> dict[ModulePath, jax.Array]:
+    """A parameter as it is, on JAX's default device."""
+    return {path: jax.device_put(value)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,13 +56,17 @@ class LoadedModel:
         return nnx.merge(self.graphdef, self.params)
 
 
-def load(path: str | Path, numerics: Numerics | None = None, *, drafter: bool = True) -> LoadedModel:
+def load(
+    path: str | Path, numerics: Numerics | None = None, *, drafter: bool = True, put: Put = whole
+) -> LoadedModel:
     """Loads a published checkpoint folder, or one made by `orbax_store.convert`, onto JAX's default device.
 
     Args:
       path: folder with config.json, safetensors shards and (V4.1) tokenizer.json or engram_token_map.json.
       numerics: number types; the default keeps the stored payloads and computes in float32.
       drafter: False leaves the DSpark drafter out.
+      put: brings a parameter to where it belongs, as one array or as several with paths of their own; the model's
+        `graphdef` then has to be that of a model with such paths.
 
     Raises CheckpointError for damage, and for tensors that are missing, unexpected, of another shape or type,
     or that hold values no checkpoint can hold (scale byte 255, an expert id out of range).
@@ -65,13 +76,13 @@ def load(path: str | Path, numerics: Numerics | None = None, *, drafter: bool = 
     if orbax_store.is_store(path):
         store = orbax_store.Store.open(path)
         wanted = with_drafter(store.config, drafter)
-        return assemble(wanted, numerics, store.read, path)
+        return assemble(wanted, numerics, store.read, path, put)
     files = CheckpointFiles.open(path)
     config = ModelConfig.from_file(files.directory)
     wanted = with_drafter(config, drafter)
     published.check_tensors(files, config, wanted)
     read = functools.partial(published.read_parameter, files, wanted)
-    return assemble(wanted, numerics, read, files.directory)
+    return assemble(wanted, numerics, read, files.directory, put)
 
 
 def with_drafter(config: ModelConfig, drafter: bool) -> ModelConfig:
@@ -79,7 +90,9 @@ def with_drafter(config: ModelConfig, drafter: bool) -> ModelConfig:
     return config if drafter else dataclasses.replace(config, draft=None)
 
 
-def assemble(config: ModelConfig, numerics: Numerics, read: Read, path: Path) -> LoadedModel:
+def assemble(
+    config: ModelConfig, numerics: Numerics, read: Read, path: Path, put: Put = whole
+) -> LoadedModel:
     """Builds the model's arrays one parameter at a time from `read`, which returns packed ones.
 
     At no time is more than one parameter held twice, so the host's peak is the loaded tree and its largest
@@ -95,7 +108,7 @@ def assemble(config: ModelConfig, numerics: Numerics, read: Read, path: Path) ->
             quantised = parameter.storage in ("fp8", "fp4", "rows")
             scale = read(packed[(*place[:-1], "scale")]) if quantised else None
             value = _decoded(parameter, value, scale, config, variable.get_value().dtype)
-        loaded.append((place, variable.replace(jax.device_put(value))))
+        loaded += [(own, variable.replace(array)) for own, array in put(place, value).items()]
     return LoadedModel(config, numerics, graphdef, nnx.from_flat_state(loaded), path)
 
 

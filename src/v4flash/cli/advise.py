@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     prompt_files.add_result(parser, "costs and calibration for --k auto", FILE_NAME)
     shared.add_backend(parser)
+    shared.add_experts(parser)
     shared.add_numbers(parser, None)
     shared.add_device(parser)
     parser.add_argument("--json", action="store_true", help="one JSON document on standard output")

@@ -126,6 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
     )
     shared.add_backend(running)
+    shared.add_experts(running)
     shared.add_numbers(running, None)
     shared.add_device(running)
     output = parser.add_argument_group("output")
@@ -147,7 +148,7 @@ def run(options: argparse.Namespace) -> int:
 
     device = devices.choose(options.device)
     from v4flash.config import ModelConfig
-    from v4flash.engine import backends, language_model, programs, speculation_file
+    from v4flash.engine import backends, language_model, programs, speculation_file, ways
     from v4flash.fidelity import certificate_file
     from v4flash.speculative.filters import SamplingParams
     from v4flash.text import Tokenizer
@@ -189,17 +190,19 @@ def run(options: argparse.Namespace) -> int:
     numerics = language_model.choose_numerics(path, config, options.mode, options.dtype)
     mode = "qat" if numerics.quantise else "exact"
     dtype = numerics.dtype.__name__
-    backend = backends.choose(options.backend, numerics, rows)
+    experts = ways.Wanted(options.experts, options.hot_experts, options.expert_stats)
+    placement = experts.placement(config)
+    backend = ways.suited(backends.choose(options.backend, numerics, rows), options.backend, experts.way)
     # The header gives this reason; what only compiling or packing finds out is said when it is known.
     wanted = backend.name if backend.note and options.backend == "auto" else options.backend
     cache = "off" if options.no_compile_cache else str(programs.cache_folder())
-    known = measured.costs_for(device.kind, backend.name, dtype, rows)
+    known = measured.costs_for(device.kind, backend.label, dtype, rows)
     costs = "by measured costs" if known else "all, no costs measured"
     depth = f"k auto, up to {k} ({costs})" if adaptive and k else f"k {k}"
     messages.say(
         f"{path}: {config.family}, {dtype}, {mode} | {device} | "
         f"backend {shown_backend(options.backend, backend)} | "
-        f"{depth}, {rows} rows, context {context:,} | compile cache {cache}"
+        f"{shown_experts(options.experts, placement)}{depth}, {rows} rows, context {context:,} | compile cache {cache}"
     )
     if device.remark:
         messages.say(device.remark)
@@ -212,6 +215,7 @@ def run(options: argparse.Namespace) -> int:
         mode=options.mode,
         dtype=options.dtype,
         backend=wanted,
+        **shared.expert_options(options),
         compile_cache=not options.no_compile_cache,
         speculation=options.speculation,
         progress=messages.progress,
@@ -278,6 +282,8 @@ def run(options: argparse.Namespace) -> int:
                 "context": context,
                 "chunk": model.programs.shapes.chunk,
                 "backend": model.backend,
+                "experts": options.experts,
+                "hot_experts": options.hot_experts,
                 "mode": mode,
                 "dtype": dtype,
                 "temperature": options.temperature,
@@ -309,6 +315,11 @@ def shown_backend(wanted: str, backend) -> str:
     if wanted != "auto":
         return backend.name
     return f"{backend.name} (auto{': ' + backend.note if backend.note else ''})"
+
+
+def shown_experts(way: str, placement) -> str:
+    """Where experts live, as the header names it; nothing where all are resident."""
+    return "" if placement is None else f"experts {way}, {placement.hot} of {placement.experts} hot | "
 
 
 def stream(generation, printer: Printer | None, messages: Messages) -> bool:

@@ -15,6 +15,7 @@ from v4flash.errors import CheckpointError, UsageError
 DTYPES = ("float32", "bfloat16")
 MODES = ("exact", "qat")
 BACKENDS = ("auto", "xla", "fused")
+EXPERTS = ("resident", "peer", "host", "sidecar")
 DEVICES = ("cpu", "gpu")
 RULES = ("block", "token")
 
@@ -119,6 +120,40 @@ def add_backend(parser: argparse.ArgumentParser) -> None:
         default="auto",
         **one_of(*BACKENDS),
     )
+
+
+def add_experts(parser: argparse.ArgumentParser) -> None:
+    """--experts, --hot-experts and --expert-stats, which `expert_options` reads."""
+    add(
+        parser,
+        "--experts",
+        help="where routed experts live. resident: all on the first device; peer: some on a second GPU; host: some in "
+        "the host's memory; sidecar: some on any second device",
+        default=EXPERTS[0],
+        **one_of(*EXPERTS),
+    )
+    add(
+        parser,
+        "--hot-experts",
+        help="experts of each layer that stay on the first device, where not all do",
+        type=whole(0),
+        metavar="N",
+    )
+    add(
+        parser,
+        "--expert-stats",
+        help="file of `v4flash experts profile --out` that says which they are (default: the first ones)",
+        metavar="FILE",
+    )
+
+
+def expert_options(options: argparse.Namespace) -> dict[str, Any]:
+    """The values of `add_experts` as `v4flash.load` takes them."""
+    return {
+        "experts": options.experts,
+        "hot_experts": options.hot_experts,
+        "expert_stats": options.expert_stats,
+    }
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

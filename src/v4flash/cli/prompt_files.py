@@ -117,6 +117,7 @@ def load(options: argparse.Namespace, path: Path, texts: list[dict[str, Any]], r
         mode=options.mode,
         dtype=options.dtype,
         backend=options.backend,
+        **shared.expert_options(options),
         compile_cache=not options.no_compile_cache,
         progress=messages.progress,
         # On a CPU nobody expects fused launches, so that their absence is no news there.

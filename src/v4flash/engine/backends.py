@@ -23,10 +23,12 @@ from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.fused.model import ROWS, FusedModel
 from v4flash.model.fused.packing import PackedModel, pack_model
 from v4flash.model.fused.tensors import backbone_tensors
+from v4flash.model.host_experts import changed_state, published_path
 from v4flash.model.numerics import Numerics
 
 AUTO, XLA, FUSED = "auto", "xla", "fused"
 NAMES = (AUTO, XLA, FUSED)
+RESIDENT = "resident"
 CAPABILITIES = ("9.0", "10.3")  # H200 and GB300: what the launches are compiled and tuned for
 PACKAGES = ("triton", "jax_triton")
 FUSED_CHUNK, XLA_CHUNK = ROWS, 128
@@ -45,10 +47,17 @@ class Backend:
       name: 'xla' or 'fused'.
       note: one sentence that a person should read, or None: why `auto` did not choose fused, or what a fused run does
         differently.
+      experts: the way its routed experts are reached ('resident', ...).
     """
 
     name: str
     note: str | None = None
+    experts: str = RESIDENT
+
+    @property
+    def label(self) -> str:
+        """What figures are noted under: 'xla', or 'xla+host' where experts are reached another way than resident."""
+        return self.name if self.experts == RESIDENT else f"{self.name}+{self.experts}"
 
 
 def choose(wanted: str, numerics: Numerics, rows: int) -> Backend:
@@ -124,6 +133,18 @@ def chosen_chunk(backend: Backend, chunk: int | None) -> tuple[int, str | None]:
     return FUSED_CHUNK, f"chunk is {chunk}, but passes of backend fused have {ROWS} rows: using {FUSED_CHUNK}"
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class ChangingWeights:
+    """Weights of which a pass changes some, such as slots for experts that are brought in when they are needed.
+
+    The pinned programs take `changed` over and put what they made of it in its place. Other programs may read both.
+    """
+
+    kept: Any
+    changed: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class WeightForm:
     """How a backend keeps weights, and how a model comes out of them.
@@ -131,6 +152,7 @@ class WeightForm:
     Attributes:
       facts: what distinguishes its programs from those of other forms, for their cache.
       model: (weights) -> what `speculative.step` calls a model; inside a program.
+      changed: (model) -> what a pass made of `ChangingWeights.changed`; asked only where weights change.
       plain_model: the same on the operations' definitions, for looking into a pass.
       tensors: (weights) -> (path in the module tree, values) of the backbone's weights.
     """
@@ -139,20 +161,25 @@ class WeightForm:
     model: Callable[[Any], Any]
     plain_model: Callable[[Any], Any]
     tensors: Callable[[Any], Iterator[tuple[tuple, jax.Array]]]
+    changed: Callable[[Any], Any] | None = None
 
 
 def module_form(graphdef: nnx.GraphDef) -> WeightForm:
-    """Weights as nnx.State of the modules of `graphdef`."""
+    """Weights as nnx.State of the modules of `graphdef`, or two of them as ChangingWeights."""
 
-    def model(params: nnx.State):
+    def model(params: nnx.State | ChangingWeights):
+        if isinstance(params, ChangingWeights):
+            return nnx.merge(graphdef, params.kept, params.changed)
         return nnx.merge(graphdef, params)
 
-    def tensors(params: nnx.State) -> Iterator[tuple[tuple, jax.Array]]:
-        for path, variable in nnx.to_flat_state(params):
-            if path[0] == "backbone":
-                yield path, variable.get_value()
+    def tensors(params: nnx.State | ChangingWeights) -> Iterator[tuple[tuple, jax.Array]]:
+        kept = params.kept if isinstance(params, ChangingWeights) else params
+        for path, variable in nnx.to_flat_state(kept):
+            published = published_path(path)
+            if path[0] == "backbone" and published is not None:
+                yield published, variable.get_value()
 
-    return WeightForm((XLA,), model, model, tensors)
+    return WeightForm((XLA,), model, model, tensors, changed_state)
 
 
 def packed_form(config: ModelConfig, numerics: Numerics, bodies: type[ReferenceBodies]) -> WeightForm:

@@ -19,12 +19,13 @@ import jax.numpy as jnp
 
 from v4flash.checkpoint.loading import LoadedModel
 from v4flash.config import ModelConfig
-from v4flash.engine import backends, opening, programs, speculation_file
+from v4flash.engine import backends, opening, programs, speculation_file, ways
 from v4flash.engine.backends import Backend
 from v4flash.engine.session import Session, TokenStep
 from v4flash.engine.statistics import Statistics
 from v4flash.errors import CheckpointError, UsageError
 from v4flash.model.numerics import Numerics
+from v4flash.placement.table import Placement
 from v4flash.speculative.depth import MAX_DRAFT, DepthPolicy
 from v4flash.speculative.filters import SamplingParams
 from v4flash.speculative.lookup import LookupPolicy
@@ -119,7 +120,9 @@ class LanguageModel:
     Attributes:
       params: the weights as the programs take them: an nnx.State, or with backend 'fused' a
         PackedModel. `programs.model(params)` is the model in either case.
-      backend, backend_note: 'xla' or 'fused', and what a person should know about that choice, or None.
+      backend, backend_note: 'xla' or 'fused', with '+host' or another way behind it where experts are not resident,
+        and what a person should know about that choice, or None.
+      placement: where the routed experts live; None where all are resident.
     """
 
     def __init__(
@@ -128,13 +131,15 @@ class LanguageModel:
         pinned: programs.Programs,
         backend: Backend = _PLAIN,
         speculation: speculation_file.SpeculationFile | None = None,
+        placement: Placement | None = None,
     ):
         self.config = loaded.config
         self.numerics = loaded.numerics
         self.path = loaded.path
         self.params = loaded.params
         self.programs = pinned
-        self.backend, self.backend_note = backend.name, backend.note
+        self.backend, self.backend_note = backend.label, backend.note
+        self.placement = placement
         self.speculation = speculation or speculation_file.SpeculationFile()
         has_tokenizer = (loaded.path / "tokenizer.json").is_file()
         self.tokenizer = Tokenizer.from_dir(loaded.path) if has_tokenizer else None
@@ -147,6 +152,20 @@ class LanguageModel:
     @property
     def mode(self) -> str:
         return "qat" if self.numerics.quantise else "exact"
+
+    def place_experts(self, wanted: Placement) -> int:
+        """Moves routed experts until those that are hot in `wanted` are hot here; returns how many came.
+
+        Sessions go on where they are, with the same text: only arrays change, and nothing is compiled.
+        Raises UsageError where all experts are resident, or for a table of other shapes.
+        """
+        if self.placement is None:
+            raise UsageError("all experts are resident: there is nothing to move")
+        _, swaps = self.placement.towards(wanted)
+        for layer in sorted({layer for layer, _, _ in swaps}):
+            pairs = [(leaving, coming) for own, leaving, coming in swaps if own == layer]
+            self.placement = self.programs.exchange(self.params, self.placement, layer, pairs)
+        return len(swaps)
 
     def session(self) -> Session:
         """An empty session."""
@@ -392,6 +411,9 @@ def load(
     mode: str | None = None,
     dtype: str | None = None,
     backend: str = backends.AUTO,
+    experts: str = ways.RESIDENT,
+    hot_experts: int | None = None,
+    expert_stats: str | Path | None = None,
     drafter: bool = True,
     compile_cache: bool = True,
     speculation: str | Path | None = None,
@@ -410,6 +432,11 @@ def load(
       backend: 'xla', plain modules; 'fused', hand-fused launches on weights that are packed after loading, layer by
         layer: the most memory in use is that of the checkpoint plus about three times its largest layer's; 'auto',
         fused where device, packages and checkpoint allow it.
+      experts: where routed experts live: 'resident', all on the first device; 'host', some in the host's memory,
+        fetched when a row chooses them; 'peer', some on a second GPU; 'sidecar', some on any second device. The text
+        is the same.
+      hot_experts: experts of each layer that stay on the first device, where not all do.
+      expert_stats: file of `v4flash experts profile --out` that says which; by default the first of each layer.
       drafter: False leaves the drafter out (k = 0 only).
       compile_cache: keep compiled programs on disk.
       speculation: file of `v4flash advise --out`; by default speculation.json in the folder, if there is one.
@@ -428,6 +455,8 @@ def load(
         raise UsageError(f"rows {rows}, chunk {chunk}, context {context}: expected at least 2, 1 and 2")
     measured = speculation_file.read(Path(speculation)) if speculation else speculation_file.beside(path)
     cache = programs.cache_folder() if compile_cache else None
+    wanted = ways.Wanted(experts, hot_experts, expert_stats)
+    placement = wanted.placement(config)
     loaded, pinned, chosen = opening.open_checkpoint(
         path,
         numerics,
@@ -438,11 +467,13 @@ def load(
         drafter=drafter,
         cache=cache,
         say=say,
+        experts=wanted,
+        placement=placement,
     )
     if chosen.note:
         tell = note or (warnings.warn if jax.default_backend() != "cpu" else say)
         tell(f"backend {chosen.name}: {chosen.note}")
-    return LanguageModel(loaded, pinned, chosen, measured)
+    return LanguageModel(loaded, pinned, chosen, measured, placement)
 
 
 def choose_numerics(path: Path, config: ModelConfig, mode: str | None, dtype: str | None) -> Numerics:

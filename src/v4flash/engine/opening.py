@@ -12,10 +12,11 @@ from typing import Any
 from v4flash.checkpoint.loading import LoadedModel, with_drafter
 from v4flash.checkpoint.loading import load as load_checkpoint
 from v4flash.config import ModelConfig
-from v4flash.engine import backends, programs
+from v4flash.engine import backends, programs, ways
 from v4flash.engine.backends import Backend
 from v4flash.model.fused.bodies import FusedBodies, ReferenceBodies
 from v4flash.model.numerics import Numerics
+from v4flash.placement.table import Placement
 
 Opened = tuple[LoadedModel, programs.Programs, Backend]
 Say = Callable[[str], Any]
@@ -32,13 +33,21 @@ def open_checkpoint(
     drafter: bool,
     cache: Path | None,
     say: Say,
+    experts: ways.Wanted,
+    placement: Placement | None,
 ) -> Opened:
     """The checkpoint, its programs, and the backend they are of.
 
-    Args: backend, 'auto', 'xla' or 'fused'; chunk, None for what suits the backend; the rest as in
-    `language_model.load`. Raises CapacityError where 'fused' cannot run.
+    Args: backend, 'auto', 'xla' or 'fused'; chunk, None for what suits the backend; placement, of the routed experts,
+    None where they are resident; the rest as in `language_model.load`. Raises CapacityError where 'fused' cannot run,
+    UsageError where the backend has no such way for experts.
     """
     chosen = backends.choose(backend, numerics, rows)
+    if placement is not None:
+        chosen = ways.suited(chosen, backend, experts.way)
+        shapes, _ = _shapes(chosen, rows, chunk, context)
+        told = ways.Opening(path, numerics, shapes, placement, drafter, cache, say)
+        return *ways.opener(experts.way, chosen.name)(told), chosen
     if chosen.name == backends.FUSED:
         shapes, note = _shapes(chosen, rows, chunk, context)
         try:

@@ -31,7 +31,14 @@ import pallas_kernels
 import v4flash
 from v4flash.config import ModelConfig
 from v4flash.engine import compiler_options
-from v4flash.engine.backends import WeightForm, module_form, no_fused_body, packed_form, refusals
+from v4flash.engine.backends import (
+    ChangingWeights,
+    WeightForm,
+    module_form,
+    no_fused_body,
+    packed_form,
+    refusals,
+)
 from v4flash.engine.diagnosis import Diagnosis
 from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.numerics import Numerics
@@ -71,6 +78,8 @@ class Programs:
       cached: whether both came from the cache.
       diagnosis: what to ask when logits are not finite; compiled only then.
       model: (params) -> the model that the programs run, for other functions of the same params.
+      exchange: (params, placement, layer, pairs of (hot, cold) experts) -> placement; lets them change places. None
+        where all experts are resident.
     """
 
     shapes: Shapes
@@ -81,6 +90,7 @@ class Programs:
     cached: bool
     diagnosis: Diagnosis
     model: Callable
+    exchange: Callable | None = None
 
 
 def new_state(config: ModelConfig, numerics: Numerics, shapes: Shapes) -> DecodeState:
@@ -174,22 +184,13 @@ def _built(
     tokens = jnp.zeros((shapes.chunk,), jnp.int32)
     limit = draft_limit(shapes.rows) if config.draft else 0
 
-    def run_prefill(params, decode, tokens, count, control):
-        return prefill(form.model(params), decode, tokens, count, control)
-
-    def run_step(params, stream, control):
-        return speculative_step(form.model(params), stream, control, shapes.rows)
-
     result = StepResult(*[scalar] * len(dataclasses.fields(StepResult)))
     jobs = {
-        "prefill": (run_prefill, (params, decode, tokens, scalar, control), 1, (decode, scalar, scalar)),
-        "step": (run_step, (params, stream, control), 1, (stream, result)),
+        "prefill": (prefill, (decode, tokens, scalar, control), (decode, scalar, scalar)),
+        "step": (functools.partial(speculative_step, rows=shapes.rows), (stream, control), (stream, result)),
     }
     facts = (*form.facts, repr(config), repr(numerics), repr(shapes))
-    compiled = {
-        name: executable(name, function, arguments, outputs, donated, facts, cache)
-        for name, (function, arguments, donated, outputs) in jobs.items()
-    }
+    compiled = {name: _pinned(name, form, params, *job, facts, cache) for name, job in jobs.items()}
     seconds = time.perf_counter() - started
     prefill_run, step_run = compiled["prefill"], compiled["step"]
     return Programs(
@@ -202,6 +203,41 @@ def _built(
         diagnosis=Diagnosis(form, config),
         model=form.model,
     )
+
+
+def _pinned(
+    name: str,
+    form: WeightForm,
+    params: Any,
+    function: Callable,
+    arguments: tuple,
+    outputs: tuple,
+    facts,
+    cache,
+) -> tuple[Callable, bool]:
+    """A compiled function(model, *arguments), the first of which it takes over, as one of (params, *arguments)."""
+    if not isinstance(params, ChangingWeights):
+
+        def run(params, *arguments):
+            return function(form.model(params), *arguments)
+
+        return executable(name, run, (params, *arguments), outputs, 1, facts, cache)
+
+    def run_changing(kept, changed, *arguments):
+        model = form.model(ChangingWeights(kept, changed))
+        made = function(model, *arguments)
+        return form.changed(model), *made
+
+    parts = (params.kept, params.changed)
+    compiled, cached = executable(
+        name, run_changing, (*parts, *arguments), (params.changed, *outputs), (1, 2), facts, cache
+    )
+
+    def run_in_place(weights: ChangingWeights, *arguments):
+        weights.changed, *made = compiled(weights.kept, weights.changed, *arguments)
+        return tuple(made)
+
+    return run_in_place, cached
 
 
 def executable(
@@ -228,7 +264,9 @@ def executable(
     found = _load(file, arguments, outputs) if file else None
     if found is not None:
         return found, True
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_kept_sharding(x)), arguments
+    )
     lowered = jax.jit(function, donate_argnums=donated).trace(*abstract).lower()
     compiled = lowered.compile(compiler_options=compiler_options.here())
     if file:
@@ -246,7 +284,7 @@ def cache_folder() -> Path:
 def _cache_key(facts: tuple[str, ...], arguments: tuple) -> str:
     device = jax.devices()[0]
     leaves = [
-        (str(path), leaf.shape, str(leaf.dtype))
+        (str(path), leaf.shape, str(leaf.dtype), str(_kept_sharding(leaf)))
         for path, leaf in jax.tree_util.tree_leaves_with_path(arguments)
     ]
     parts = [
@@ -257,13 +295,23 @@ def _cache_key(facts: tuple[str, ...], arguments: tuple) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
+def _kept_sharding(leaf: Any) -> jax.sharding.Sharding | None:
+    """Where an argument lies, if that is not simply one device's own memory."""
+    sharding = getattr(leaf, "sharding", None)
+    if not isinstance(sharding, jax.sharding.SingleDeviceSharding):
+        return sharding
+    (device,) = sharding.device_set
+    kind = sharding.memory_kind
+    return None if kind in (None, device.default_memory().kind) else sharding
+
+
 @functools.cache
 def _source_digest() -> str:
     """Digest of the files whose functions and tile choices are compiled; commands and text enter no program."""
     package, kernels = Path(v4flash.__file__).parent, Path(pallas_kernels.__file__).parent
     files = [package / "config.py", package / "state.py", Path(__file__)]
     files += [*kernels.rglob("*.py"), *kernels.rglob("tuning/*.json")]
-    for room in ("model", "speculative", "fidelity"):
+    for room in ("model", "placement", "speculative", "fidelity"):
         files += (package / room).rglob("*.py")
     digest = hashlib.sha256()
     for file in sorted(files):
