@@ -288,6 +288,34 @@ def test_drafting_without_a_drafter_is_refused(call, tmp_path, plain_checkpoint)
     assert outcome.code == 2 and "drafter" in outcome.err
 
 
+def test_cold_experts_write_the_same_text(decode, document):
+    outcome = decode(*SAMPLED, "--experts", "host", "--hot-experts", 3)
+    assert outcome.code == 0, outcome.err
+    assert outcome.out == document(*SAMPLED)["text"]
+    assert "experts host, 3 of 4 hot" in outcome.err.splitlines()[0] and "cpu, xla+host" in outcome.err
+    found = document(*SAMPLED, "--experts", "host", "--hot-experts", 3)
+    settings = found["settings"]
+    assert (settings["backend"], settings["experts"], settings["hot_experts"]) == ("xla+host", "host", 3)
+    assert found["compile"]["cached"]
+
+
+@pytest.mark.parametrize(
+    "arguments,words",
+    [
+        (("--experts", "host"), "--experts host needs --hot-experts"),
+        (("--experts", "host", "--hot-experts", 1), "hot experts of a layer are 1, expected 2 to 3"),
+        (("--experts", "host", "--hot-experts", 4), "with all 4 hot, use --experts resident"),
+        (("--hot-experts", 3), "with --experts resident, where all are hot"),
+        (("--experts", "host", "--hot-experts", 3, "--expert-stats", "no-file"), "cannot read no-file"),
+        (("--experts", "elsewhere"), "not one of resident, peer, host, sidecar"),
+    ],
+)
+def test_places_for_experts_that_cannot_be(decode, arguments, words):
+    outcome = decode("--prompt", "a", *arguments)
+    assert outcome.code == UsageError.exit_code and outcome.out == ""
+    assert words in outcome.err and outcome.err.count("\n") == 1
+
+
 def test_command_line_beats_environment_beats_default(call, monkeypatch):
     assert parsed().k == "auto" and parsed().ckpt is None
     monkeypatch.setenv("V4FLASH_K", "2")
