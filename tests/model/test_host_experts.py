@@ -135,6 +135,7 @@ def test_fetched_experts_stay_and_lie_in_their_slots():
         ids[1, 0] = cold
         _, cache = program(graph)(kept, cache, x, ids, weights)
         assert held(cache) == sorted(expected)
+    assert cache["cache"]["counts"][...].tolist() == [4, 3]  # asked for, fetched
     stacks = cache["cache"]["experts"]
     for slot, expert in enumerate(cache["cache"]["expert"][...].tolist()):
         for name in ("w1", "w2", "w3"):

@@ -106,7 +106,7 @@ def tiered(
             kept.append((path, variable.replace(jnp.asarray(getattr(placement, name)[path[2]]))))
             continue
         value = jnp.zeros(shape.shape, shape.dtype)
-        if group == CACHE:
+        if group == CACHE and name in Held._fields:
             value = getattr(Held.empty(shape.shape[0]), name)
         changed.append((path, variable.replace(value)))
     return graphdef, ChangingWeights(nnx.from_flat_state(kept), nnx.from_flat_state(changed))

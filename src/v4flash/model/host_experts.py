@@ -13,7 +13,10 @@ are there, until every choice is done; usually that is one turn. What a rejected
 nothing but time.
 
 On a CPU both memories are the same, and the put is none. What it costs on a GPU is measured with `v4flash bench
---experts host`; compiling for a GPU on a machine without one drops the host memory, so that nothing is counted there.
+--experts host --backend xla`; compiling for a GPU on a machine without one drops the host memory, so nothing is
+counted there. Computing cold experts on the processor inside the step (`compute_on`) was tried and left out: its code
+for one V4-Flash expert and 8 rows takes 68 ms on two busy cores, while the link brings the expert in 0.3 ms, so that
+no number of cores makes up for it; `--experts sidecar` can use the processor as its second device.
 """
 
 import flax.nnx as nnx
@@ -57,12 +60,13 @@ class ExpertTable(nnx.Module):
 
 
 class ExpertCache(nnx.Module):
-    """Slots for cold experts on the device."""
+    """Slots for cold experts on the device, and int32 [2]: cold experts asked for so far, and those fetched."""
 
     def __init__(self, config: ModelConfig, numerics: Numerics, count: int):
         self.experts = Experts(config, numerics, count)
         held = slots.Held.empty(count)
         self.expert, self.age = nnx.Variable(held.expert), nnx.Variable(held.age)
+        self.counts = nnx.Variable(jnp.zeros((2,), jnp.int32))
 
     @property
     def held(self) -> slots.Held:
@@ -130,3 +134,5 @@ class HostExperts(nnx.Module):
         stacks = jax.lax.fori_loop(0, fetches.count, one, nnx.state(cache.experts))
         nnx.update(cache.experts, stacks)
         cache.expert[...], cache.age[...] = held.expert, held.age
+        served = jnp.sum(slots.used(held), dtype=jnp.int32)
+        cache.counts[...] += jnp.stack([served, fetches.count])

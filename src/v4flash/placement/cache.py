@@ -39,6 +39,11 @@ class Fetches(NamedTuple):
     slots: jax.Array
 
 
+def used(held: Held) -> jax.Array:
+    """bool [C]: the slots whose experts the pass needs that was planned last."""
+    return held.age == 0
+
+
 def places(held: Held, ids: jax.Array) -> jax.Array:
     """The slot int32 [...] of each expert id [...], or EMPTY where it is in none."""
     match = ids[..., None] == held.expert
@@ -60,6 +65,6 @@ def plan(held: Held, needed: jax.Array) -> tuple[Held, Fetches]:
     coming = jnp.argsort(~missing, stable=True)[:slots].astype(jnp.int32)
     fetched = jnp.arange(slots) < count
     expert = held.expert.at[giving].set(jnp.where(fetched, coming, held.expert[giving]))
-    used = kept.at[giving].max(fetched)
+    now = kept.at[giving].max(fetched)
     older = jnp.where(held.age < _OLDEST, held.age + 1, held.age)
-    return Held(expert, jnp.where(used, 0, older)), Fetches(count, coming, giving)
+    return Held(expert, jnp.where(now, 0, older)), Fetches(count, coming, giving)
