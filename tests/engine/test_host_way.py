@@ -17,6 +17,7 @@ from v4flash.engine import backends, host_way, language_model, programs, ways
 from v4flash.engine.language_model import LanguageModel
 from v4flash.engine.session import Session
 from v4flash.errors import CapacityError, UsageError, V4FlashError
+from v4flash.fidelity.model_logits import ModelLogits
 from v4flash.model.host_experts import CACHE
 from v4flash.placement.table import COLD, HOT, Placement
 
@@ -167,6 +168,16 @@ def test_the_step_is_one_program_that_takes_its_caches_over():
     ]
     assert held and any((np.asarray(array) >= 0).all() for array in held)
     assert CACHE in str(jax.tree_util.tree_leaves_with_path(hosted.params.changed)[0][0])
+
+
+@pytest.mark.slow  # two more programs are compiled
+def test_other_programs_read_weights_that_change():
+    resident, hosted = models("v41")
+    before = jax.tree.map(np.asarray, hosted.params.changed)
+    with quick_compiling():
+        found, expected = (ModelLogits(model)(prompt(7)) for model in (hosted, resident))
+    np.testing.assert_array_equal(found, expected)
+    jax.tree.map(np.testing.assert_array_equal, hosted.params.changed, before)
 
 
 def test_a_bad_cold_expert_is_named_as_the_checkpoint_names_it():

@@ -46,10 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(parser, "--ctx", help="longest piece of a text in one pass", default=4096, type=whole(2), metavar="N")
     parser.add_argument(
-        "--out", metavar="FILE", help="write the counts to a file, for `v4flash plan --stats`"
+        "--out",
+        metavar="FILE",
+        help="write the counts to a file, for `v4flash plan --stats` and --expert-stats",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
     shared.add_backend(parser)
+    shared.add_experts(parser)
     shared.add_numbers(parser, None)
     shared.add_device(parser)
     parser.add_argument(
@@ -92,6 +95,7 @@ def run(options: argparse.Namespace) -> int:
         mode=options.mode,
         dtype=options.dtype,
         backend=options.backend,
+        **shared.expert_options(options),
         compile_cache=not options.no_compile_cache,
         progress=messages.progress,
         note=messages.progress if device.platform == "cpu" else messages.say,
