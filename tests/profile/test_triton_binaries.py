@@ -1,6 +1,4 @@
-"""PTX out of a call's payload, and what the assembler says of it."""
-
-import zlib
+"""What the assembler says of PTX."""
 
 import pytest
 
@@ -18,21 +16,6 @@ SPILLING = (
     + "".join(f"st.volatile.global.f32 [%rd1+{4 * i}], %f{255 - i};\n" for i in range(256))
     + "ret;\n}\n"
 )
-
-
-def field(number: int, content: bytes) -> bytes:
-    size = len(content)
-    return bytes([number << 3 | 2, size & 0x7F | 0x80, size >> 7 & 0x7F | 0x80, size >> 14]) + content
-
-
-def test_assembly_is_found_in_nested_messages():
-    message = field(1, b"\x08\x04" + field(2, b"name") + field(3, SPILLING.encode())) + b"\x10\x01"
-    assert triton_binaries.assembly(zlib.compress(message)) == SPILLING
-
-
-def test_payload_without_assembly_is_refused():
-    with pytest.raises(V4FlashError, match="carries no PTX"):
-        triton_binaries.assembly(zlib.compress(field(1, b"nothing")))
 
 
 def test_spills_are_seen():

@@ -14,6 +14,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from pallas_kernels import ptx_text
+from pallas_kernels.launch import TARGET as TRITON_CALL
 from v4flash.profile import hlo_text, thunk_text, triton_binaries
 from v4flash.profile.deviceless import Compiled
 from v4flash.profile.hlo_text import Instruction, Module
@@ -28,7 +30,6 @@ _NUMBERED = re.compile(r"[_.]\d+(?=[/.]|$)")
 NO_SCOPE, _DRAFTING = "step", "draft"
 # An instruction with one of these computes something new from a weight; without, it moves or converts it.
 _PRODUCTS = {"dot", "scaled-dot", "convolution", "reduce", "reduce-window", "sort", "topk", "custom-call"}
-_TRITON_CALL = "triton_kernel_call_ffi"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -258,15 +259,15 @@ def _kind(module: Module, thunk: thunk_text.Thunk, instruction: Instruction | No
     if instruction is None:
         return thunk.kind
     for operation in module.operations(instruction):
-        if operation.custom_call_target == _TRITON_CALL:
-            return triton_binaries.kernel_name(triton_binaries.assembly(operation.opaque))
+        if operation.custom_call_target == TRITON_CALL:
+            return ptx_text.kernel_name(operation.kernel_text)
     return instruction.fusion_kind or instruction.custom_call_target or instruction.opcode
 
 
 def _triton_kernels(module: Module) -> list[str]:
     """PTX of every Triton call in the program."""
     instructions = (i for computation in module.computations.values() for i in computation.values())
-    return [triton_binaries.assembly(i.opaque) for i in instructions if i.custom_call_target == _TRITON_CALL]
+    return [i.kernel_text for i in instructions if i.custom_call_target == TRITON_CALL]
 
 
 def _moved(instruction: Instruction, arguments: Iterable[str], scope: str, times: int) -> Moved:

@@ -20,7 +20,7 @@ _CALLED = re.compile(
 _OP_NAME = re.compile(r'\bop_name="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
-_OPAQUE = re.compile(r'opaque = "([^"]*)"')
+_KERNEL_TEXT = re.compile(r'kernel_data = "([^"]*)"')
 _ESCAPE = re.compile(rb"\\(\\|[0-9A-F]{2})")
 _KIND = re.compile(r"\bkind=(k\w+)")
 _FUSION_KIND = re.compile(r'"fusion_backend_config":\{"kind":"([^"]*)"')
@@ -84,12 +84,11 @@ class Instruction:
         return _first(_TARGET, self.line, "")
 
     @property
-    def opaque(self) -> bytes:
-        """The bytes handed to a custom call, or none."""
-        text = _first(_OPAQUE, self.line, "")
-        return _ESCAPE.sub(
-            lambda found: b"\\" if found[1] == b"\\" else bytes([int(found[1], 16)]), text.encode("latin-1")
-        )
+    def kernel_text(self) -> str:
+        """The PTX handed to a custom call, or an empty text."""
+        text = _first(_KERNEL_TEXT, self.line, "").encode("latin-1")
+        plain = _ESCAPE.sub(lambda found: b"\\" if found[1] == b"\\" else bytes([int(found[1], 16)]), text)
+        return plain.decode()
 
     @property
     def fusion_kind(self) -> str:
