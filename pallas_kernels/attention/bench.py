@@ -8,14 +8,12 @@ import numpy as np
 from pallas_kernels.attention import reference
 from pallas_kernels.attention.reference import Block, Chosen, FarKeys, Visible
 from pallas_kernels.attention.specs import DEMO, V4_FLASH, V41_FLASH, AttentionSpec
-from pallas_kernels.bench_case import EXACT, OperationCase, normal, nudged, random_fp8
-from pallas_kernels.dense.specs import PRODUCTS
+from pallas_kernels.bench_case import EXACT, OperationCase, normal, nudged
 from pallas_kernels.rows import Columns, turn_table
 
 ROWS, RING, CALLS = 8, 136, 6
 FREQUENCIES = 160000.0 ** -(np.arange(0, 64, 2) / 64)
-# One step away from what is recorded, and tiles of 128 keys, of which only one at a time fits on a processor. What
-# `ahead` is worth shows in the launch behind this one alone.
+# One step away from what is recorded, and tiles of 128 keys, of which only one at a time fits on a processor.
 TILES = (
     {"keys": 32}, {"keys": 128}, {"splits": 2}, {"splits": 8}, {"tiles": 2}, {"tiles": 4}, {"warps": 4}, {"stages": 2},
     {"keys": 128, "tiles": 2, "stages": 2}, {"keys": 128, "splits": 5, "tiles": 1, "stages": 2},
@@ -89,13 +87,11 @@ def _case(kind: Kind) -> OperationCase:
             drawn = [random.permutation(kind.length // kind.ratio)[: kind.number] for _ in range(ROWS)]
             ids = jnp.asarray(np.sort(np.stack(drawn), axis=1).astype(np.int32))
         counters = device_barrier.counters(launches.counter_lines(ROWS, spec))
-        following = PRODUCTS[f"{kind.model} wo_a"]
         shared = (normal(1, 1, ROWS, columns), normal(2, spec.heads), ids, counters)
         own = [
             (
                 normal(100 + i, RING, spec.width, dtype=spec.type),
                 None if kind.keys == "window" else normal(200 + i, entries, spec.width, dtype=spec.type),
-                random_fp8(i, following.matrix(), following.block).words,
             )
             for i in range(calls)
         ]
@@ -104,7 +100,7 @@ def _case(kind: Kind) -> OperationCase:
     def given(shared, own):
         """The arguments of both bodies up to the far keys."""
         q, sink, ids, _ = shared
-        ring, keys, _ = own
+        ring, keys = own
         table = turn_table(kind.length + jnp.arange(ROWS), FREQUENCIES[: spec.rope // 2])
         far = _far(kind, keys, ids)
         return Columns(q, 0, columns), table, sink, ring, jnp.int32(kind.length), jnp.int32(kind.live), far
@@ -113,7 +109,7 @@ def _case(kind: Kind) -> OperationCase:
         from pallas_kernels.attention import kernels as launches
 
         q, sink, ids, counters = shared
-        made, counters = launches.attend(*given(shared, own), counters, spec, own[2])
+        made, counters = launches.attend(*given(shared, own), counters, spec)
         return {"output": made[: kind.live], "counters": counters}, (nudged(q, made), sink, ids, counters)
 
     def definition(shared, own):

@@ -23,7 +23,6 @@ from pallas_kernels import launch, tuning
 from pallas_kernels.attention.reference import Block, Chosen, FarKeys, Visible
 from pallas_kernels.attention.specs import AttentionSpec
 from pallas_kernels.device_barrier import LINE, LINE_WORDS, is_last
-from pallas_kernels.device_prefetch import prefetch_share
 from pallas_kernels.device_tiles import (
     cast,
     chunked,
@@ -118,17 +117,16 @@ def combine(sums_ptr, peaks_ptr, sink_ptr, out_ptr, table_ptr, row, heads, colum
 
 @triton.jit
 def attention_core(
-    q_ptr, table_ptr, sink_ptr, length_ptr, count_ptr, ring_ptr, far_ptr, ids_ptr, counts_ptr, following_ptr,
+    q_ptr, table_ptr, sink_ptr, length_ptr, count_ptr, ring_ptr, far_ptr, ids_ptr, counts_ptr,
     counters_ptr, out_ptr, sums_ptr, peaks_ptr, counters_out_ptr,
     KEYS: tl.constexpr, Q: tl.constexpr, R: tl.constexpr, H: tl.constexpr, WIDTH: tl.constexpr,
     ROPE: tl.constexpr, EPS: tl.constexpr, NORM: tl.constexpr, WINDOW: tl.constexpr, RING: tl.constexpr,
     FAR: tl.constexpr, IDS: tl.constexpr, RATIO: tl.constexpr, SCALE: tl.constexpr,
     SPLITS: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, PADDED: tl.constexpr,
-    FOLLOWING: tl.constexpr,
 ):  # fmt: skip
     """Grid (SPLITS, H / BLOCK, R). Scores are kept in units of log 2; SCALE holds that factor.
 
-    Parts have up to TILES tiles each, or more where there are SPLITS parts. FOLLOWING bytes are asked for.
+    Parts have up to TILES tiles each, or more where there are SPLITS parts.
     """
     dtype: tl.constexpr = ring_ptr.dtype.element_ty
     part = tl.program_id(0)
@@ -182,9 +180,6 @@ def attention_core(
     following = key_slots(ids_ptr, row, first + 1, near_tiles, near, far, start, KEYS, RING, IDS, TILE)
     prefetch_keys(ring_ptr, far_ptr, slots, first, near_tiles, end, WIDTH, PADDED)
     prefetch_keys(ring_ptr, far_ptr, following, first + 1, near_tiles, end, WIDTH, PADDED)
-    if FOLLOWING:
-        PROGRAMS: tl.constexpr = SPLITS * (H // BLOCK) * R
-        prefetch_share(following_ptr, (row * (H // BLOCK) + group) * SPLITS + part, PROGRAMS, FOLLOWING)
     q = cast(queries(q, cosine, sine, dtype, WIDTH, EPS, NORM, BLOCK, PADDED), dtype)
     # Two chains of products that do not wait for each other, each half as long.
     q_lower, q_upper = tl.split(tl.trans(tl.reshape(q, (BLOCK, 2, HALF)), 0, 2, 1))
@@ -243,11 +238,6 @@ def counter_lines(rows: int, spec: AttentionSpec) -> int:
     return rows * (spec.heads // min(blocks))
 
 
-def _bytes_ahead(array: jax.Array, mebibytes: int) -> int:
-    """How many bytes of an array are asked for: so many at most, in whole pieces of 16."""
-    return min(mebibytes << 20, array.size * array.dtype.itemsize) // 16 * 16
-
-
 def attend(
     q: Columns,
     table: jax.Array,
@@ -258,15 +248,12 @@ def attend(
     far: FarKeys,
     counters: jax.Array,
     spec: AttentionSpec,
-    following: jax.Array | None = None,
     tile: dict[str, int] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.attend` in one launch: the output [R, H * d] in the model's type, and the counters.
 
-    `counters` come from `device_barrier.counters(counter_lines(R, spec))`; the kernel leaves them at zero. Of
-    `following`, what the launch behind this one reads first, the first bytes are asked for in the second-level cache.
-    `tile` overrides the measured choice (keys heads, keys, splits, tiles, warps, stages, ahead: MiB of `following`).
-    Rows beyond `count` are zero.
+    `counters` come from `device_barrier.counters(counter_lines(R, spec))`; the kernel leaves them at zero.
+    `tile` overrides the measured choice (keys heads, keys, splits, tiles, warps, stages). Rows beyond `count` are zero.
     """
     rows, kind = q.rows, NAMES[type(far)]
     tile = tile or chosen_tile(kind, spec)
@@ -284,8 +271,7 @@ def attend(
     parts = (splits, rows, spec.heads) if splits > 1 else (1, 1, 1)
     out, _, _, counters = launch.call(
         attention_core,
-        *(q.partials, table, sink, length, count, ring, keys, ids, counts),
-        *(length if following is None else following, counters),
+        *(q.partials, table, sink, length, count, ring, keys, ids, counts, counters),
         grid=(splits, spec.heads // block, rows),
         outputs=[
             jax.ShapeDtypeStruct((rows, spec.heads * spec.width), spec.type),
@@ -293,7 +279,7 @@ def attend(
             jax.ShapeDtypeStruct((*parts, 2), jnp.float32),
             jax.ShapeDtypeStruct(counters.shape, counters.dtype),
         ],
-        aliases={10: 3},
+        aliases={9: 3},
         num_warps=tile["warps"],
         num_stages=tile["stages"],
         KEYS=kind,
@@ -315,6 +301,5 @@ def attend(
         BLOCK=block,
         TILE=tile["keys"],
         PADDED=spec.padded,
-        FOLLOWING=0 if following is None else _bytes_ahead(following, tile["ahead"]),
     )
     return out, counters

@@ -9,11 +9,10 @@ from pallas_kernels.hyper_connections import reference as boundary_reference
 from pallas_kernels.hyper_connections.bench import Kind, Sublayer
 from pallas_kernels.hyper_connections.specs import SPECS, BoundarySpec
 
-# One step away from what the launch has else: programs of a product, weights that they hold while they wait, programs
-# that read theirs before, columns of a boundary's program, warps.
+# One step away from what the launch has else: programs of a product, weights that they hold while they wait, columns
+# of a boundary's program, warps.
 TILES = (
-    {"programs": 352}, {"programs": 704}, {"held": 0}, {"held": 1}, {"readers": 66}, {"readers": 0},
-    {"held": 0, "readers": 0}, {"columns": 64}, {"warps": 4},
+    {"programs": 352}, {"programs": 704}, {"held": 0}, {"held": 1}, {"columns": 64}, {"warps": 4},
 )  # fmt: skip
 BEHIND = (Kind("experts"), Kind("experts", tap=True), Kind("embedding"))
 

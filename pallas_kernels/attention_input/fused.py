@@ -29,14 +29,12 @@ class Tile(NamedTuple):
       programs: the most that share one product.
       held: halves (0, 1 or 2) of its first turn's weights that an FP8 product keeps in registers while it waits; with
         0 the BF16 product keeps none either.
-      readers: programs that read the weights of two products ahead; one product's programs find room at once.
     """
 
     columns: int = 32
     warps: int = 8
     programs: int = 528
     held: int = 2
-    readers: int = 132
 
 
 TILE = Tile()
@@ -89,12 +87,11 @@ def boundary_and_products(
         plain = dense.require_plain(_array(rows, width), weight)
         plain_splits = dense.shares(plain, width // 64, warps, tile.programs)
     products = count * splits + plain * plain_splits
-    readers = tile.readers if plain else 0
     operands = [*given[:-2], *matrix, norm if weight is None else weight, *given[-2:]]
     made = launch.call(
         kernels.boundary_and_products,
         *operands,
-        grid=(width // fixed["BD"] + 2 * rows + readers + products,),
+        grid=(width // fixed["BD"] + 2 * rows + products,),
         outputs=[
             _array(rows, spec.streams, width, dtype=dtype),
             _array(rows, spec.mixes),
@@ -113,7 +110,6 @@ def boundary_and_products(
         EMBED=embed,
         TAP=tap,
         LINES=min(LINES, 1 << (products.bit_length() - 1)),  # each has a waiter, who clears it
-        READERS=readers,
         TILES=count,
         SPLITS=splits,
         SCALED=scale_block,

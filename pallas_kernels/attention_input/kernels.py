@@ -7,13 +7,11 @@ model, or how the launch is made (fused.py).
     0 .. G-1                  columns of the boundary                        nobody
     G .. G+R-1                one row: collapse, norm, rounding              all column programs
     G+R .. G+2R-1             one row: coefficients for the next boundary    all column programs
-    then READERS              a share of all weights, into the cache         nobody
     then BF16, then FP8       a tile of weight rows and a share of columns   all row programs
 
-The products' weights do not depend on the rows: a program loads its first ones before it waits, and readers bring all
-of both matrices into the second-level cache for those that find no room yet. So memory is read while the boundary, a
-chain of short steps, is under way. Row programs arrive at LINES lines, so that each is polled by a share of the many
-product programs only.
+The products' weights do not depend on the rows: a program loads its first ones before it waits. So memory is
+read while the boundary, a chain of short steps, is under way. Row programs arrive at LINES lines, so that each is
+polled by a share of the many product programs only.
 
 The first programs are those of hyper_connections/kernels.py, the last ones those of dense/kernels.py.
 """
@@ -24,7 +22,6 @@ import triton.language as tl
 from pallas_kernels.dense.kernels import waiting_bf16_program, waiting_fp8_program
 from pallas_kernels.device_barrier import LINE, arrive_at, leave
 from pallas_kernels.device_numbers import thirds
-from pallas_kernels.device_prefetch import read_share
 from pallas_kernels.hyper_connections.kernels import coefficient_program, column_program, row_program
 
 ROWS_DONE = tl.constexpr(1)  # the first line of the latch between row programs and product programs
@@ -48,11 +45,11 @@ def boundary_and_products(
     R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, MIXES: tl.constexpr,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, EMBED: tl.constexpr, DELAYED: tl.constexpr, TAP: tl.constexpr,
     ROUND: tl.constexpr, B: tl.constexpr, NB: tl.constexpr, NORM_EPS: tl.constexpr, MIX_EPS: tl.constexpr,
-    ITERATIONS: tl.constexpr, LINES: tl.constexpr, READERS: tl.constexpr, TILES: tl.constexpr,
+    ITERATIONS: tl.constexpr, LINES: tl.constexpr, TILES: tl.constexpr,
     SPLITS: tl.constexpr, SCALED: tl.constexpr, TERMS: tl.constexpr, BF16_TILES: tl.constexpr,
     BF16_SPLITS: tl.constexpr, HELD: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """One boundary and its products; grid D // BD + 2 R + READERS + BF16_TILES * BF16_SPLITS + TILES * SPLITS."""
+    """One boundary and its products; grid D // BD + 2 R + BF16_TILES * BF16_SPLITS + TILES * SPLITS."""
     G: tl.constexpr = D // BD
     program = tl.program_id(0)
     if program < G:
@@ -76,13 +73,8 @@ def boundary_and_products(
             R, D, S, G, W, NORM_EPS, MIX_EPS, ITERATIONS,
         )  # fmt: skip
         leave(counters, 0, 2 * R)
-    elif program < G + 2 * R + READERS:
-        if READERS:
-            TILE_BYTES: tl.constexpr = (D + 127) // 128 * 4096  # of packed words
-            read_share(weight, program - G - 2 * R, READERS, 64 * BF16_TILES * D)
-            read_share(words, program - G - 2 * R, READERS, TILES * TILE_BYTES)
     else:
-        number = program - G - 2 * R - READERS
+        number = program - G - 2 * R
         BF16_PROGRAMS: tl.constexpr = BF16_TILES * BF16_SPLITS
         PROGRAMS: tl.constexpr = BF16_PROGRAMS + TILES * SPLITS
         line = number % LINES

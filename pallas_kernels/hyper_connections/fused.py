@@ -83,13 +83,14 @@ def operands(
 ) -> tuple[list[jax.Array], bool]:
     """The kernel's operands up to `counters_in`, and whether the streams come from the embedding.
 
-    An operand that a variant never reads is some array that is at hand anyway.
+    An operand that a variant never reads is some array that is at hand anyway, but none that is updated in place: for
+    a second reader XLA would copy it.
     """
     embed = isinstance(source, tuple)
-    table, tokens = source if embed else (norm, counters)
-    parts = [norm, counters]
+    table, tokens = source if embed else (norm, norm)
+    parts = [norm, norm]
     if output is not None:
-        parts = [output.partials, counters]
+        parts = [output.partials, norm]
         if output.experts is not None:
             parts = [output.experts, output.count.reshape(1)]
     given = norm if coefficients is None else coefficients

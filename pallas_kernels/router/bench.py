@@ -5,7 +5,6 @@ import jax.numpy as jnp
 
 from pallas_kernels import bench_case, tiles, tuning
 from pallas_kernels.bench_case import EXACT, SUMS, OperationCase, normal
-from pallas_kernels.experts.specs import SPECS as EXPERTS
 from pallas_kernels.hyper_connections import bench as boundaries
 from pallas_kernels.hyper_connections import reference as boundary_reference
 from pallas_kernels.hyper_connections.specs import SPECS as BOUNDARIES
@@ -21,7 +20,6 @@ TOLERANCES = {
 # One step away from what the launch has else: gate programs, warps, columns of a boundary's program.
 TILES = (
     {"gates": 32}, {"gates": 132}, {"warps": 4}, {"columns": 32}, {"columns": 128},
-    {"readers": 66}, {"readers": 0},
 )  # fmt: skip
 ALONE = ("v4-flash", "v4.1-flash", "v4.1-flash drafter", "demo", "demo drafter")
 
@@ -95,9 +93,7 @@ def _joined(model: str) -> OperationCase:
         from pallas_kernels.router import fused as launches
 
         shared = boundaries.random_sublayer(spec, "product", launches.COUNTER_LINES)
-        words = EXPERTS[model].shared().gate_up.words
-        ahead = [jnp.full(words.shape, call, words.dtype) for call in range(calls)]
-        own = boundaries.random_projections(spec, calls), random_gates(router, calls), ahead
+        own = boundaries.random_projections(spec, calls), random_gates(router, calls)
         return shared, list(zip(*own, strict=True))
 
     def outputs(made, routes, ids, counters):
@@ -107,7 +103,7 @@ def _joined(model: str) -> OperationCase:
         from pallas_kernels.router import fused as launches
 
         source, norm, coefficients, output, counters = shared
-        projection, gate, ahead = own
+        projection, gate = own
         made, routes, ids, counters = launches.boundary_and_route(
             spec,
             router,
@@ -119,14 +115,13 @@ def _joined(model: str) -> OperationCase:
             counters,
             coefficients,
             output,
-            ahead=ahead,
         )
         behind = boundaries.Sublayer(made.streams, norm, made.coefficients, output, counters)
         return outputs(made, routes, ids, counters), behind
 
     def definition(shared, own):
         source, norm, coefficients, output, counters = shared
-        projection, gate, _ = own
+        projection, gate = own
         made = boundary_reference.boundary(spec, source, norm, projection, coefficients, output)
         routes, ids = reference.route(router, made.x, gate, jnp.int32(LIVE))
         return outputs(made, routes, ids, counters)

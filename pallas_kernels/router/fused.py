@@ -28,13 +28,11 @@ class Tile(NamedTuple):
 
     Attributes:
       gates: the most gate programs. warps: of every program. columns: of a column program.
-      readers: programs that read weights of the next launch.
     """
 
     gates: int = 132
     warps: int = 8
     columns: int = 64
-    readers: int = 132
 
 
 ALONE, JOINED = Tile(), Tile(gates=64)
@@ -72,10 +70,10 @@ def gate_programs(spec: RouterSpec, gates: int) -> int:
     return -(-spec.experts // tiles["BE"]) * (spec.width // tiles["BK"])
 
 
-def _operands(gate: Gate, tokens: jax.Array | None, count: jax.Array, unused: jax.Array) -> list[jax.Array]:
-    bias = unused if gate.bias is None else gate.bias
-    table = unused if gate.table is None else gate.table
-    return [gate.weight, bias, table, unused if tokens is None else tokens, count.reshape(1)]
+def _operands(gate: Gate, tokens: jax.Array | None, count: jax.Array) -> list[jax.Array]:
+    """What the gate reads; the weight stands where a variant reads nothing."""
+    given = [gate.weight if part is None else part for part in (gate.bias, gate.table, tokens)]
+    return [gate.weight, *given, count.reshape(1)]
 
 
 def _outputs(spec: RouterSpec, rows: int, counters: jax.Array, gates: int) -> list[jax.ShapeDtypeStruct]:
@@ -111,7 +109,7 @@ def route(
     rows = x.shape[0]
     if x.shape != (ROWS, spec.width):
         raise ValueError(f"x is {x.shape}, expected {(ROWS, spec.width)}")
-    operands = [x, *_operands(gate, tokens, count, counters), counters]
+    operands = [x, *_operands(gate, tokens, count), counters]
     *routes, ids, _, counters = launch.call(
         kernels.route,
         *operands,
@@ -138,14 +136,12 @@ def boundary_and_route(
     coefficients: jax.Array,
     output: Output,
     tokens: jax.Array | None = None,
-    ahead: jax.Array | None = None,
     *,
     tile: Tile | None = None,
 ) -> tuple[Boundary, Routes, jax.Array, jax.Array]:
     """The boundary in front of a mixture of experts and its router in one launch.
 
-    Arguments as in `hyper_connections.fused.boundary` and `route`; streams are updated in place. `ahead`: an array
-    that the next launch reads first and that the second-level cache can keep; it is read into it.
+    Arguments as in `hyper_connections.fused.boundary` and `route`; streams are updated in place.
     """
     rows = streams.shape[0]
     if rows != ROWS:
@@ -155,13 +151,11 @@ def boundary_and_route(
     parts, _, *given = boundaries.operands(streams, norm, projection, coefficients, output, counters)[0]
     fixed = boundaries.constants(spec, rows, projection, tile.columns) | boundaries.parts_constants(output)
     programs, dtype, width = spec.width // fixed["BD"], spec.type, spec.width
-    early = counters if ahead is None else ahead
-    readers = 0 if ahead is None else tile.readers
-    operands = [parts, *given[:-1], *_operands(gate, tokens, count, counters), early, counters]
+    operands = [parts, *given[:-1], *_operands(gate, tokens, count), counters]
     made = launch.call(
         kernels.boundary_and_route,
         *operands,
-        grid=(programs + 2 * rows + gate_programs(router, tile.gates) + readers,),
+        grid=(programs + 2 * rows + gate_programs(router, tile.gates),),
         outputs=[
             _array(rows, spec.streams, width, dtype=dtype),
             _array(rows, spec.mixes),
@@ -174,8 +168,6 @@ def boundary_and_route(
         ],
         aliases={len(given) - 1: 0, len(operands) - 1: 13},
         num_warps=tile.warps,
-        READERS=readers,
-        AHEAD=early.size * early.dtype.itemsize,
         **fixed,
         **constants(router, gate, tile.gates),
     )

@@ -7,9 +7,8 @@ model, or how the launch is made (fused.py).
     the last of them  adds the slices, scores, choice, weights, and the list of distinct experts
 
 With the boundary, the programs of hyper_connections/kernels.py come first; gate programs have their weights under
-way from the start and wait for the row programs, or with delayed mixing only for the column programs. The last
-READERS programs read weights of the next launch, so that the second-level cache has them: this launch, a chain of short
-steps, leaves memory idle. They let the column programs read first. Everyone waits for smaller numbers only.
+way from the start and wait for the row programs, or with delayed mixing only for the column programs. Everyone
+waits for smaller numbers only.
 """
 
 import triton
@@ -17,7 +16,6 @@ import triton.language as tl
 
 from pallas_kernels.device_barrier import is_last, leave, wait
 from pallas_kernels.device_numbers import INTERPRETED, rounded
-from pallas_kernels.device_prefetch import read_share
 from pallas_kernels.hyper_connections.kernels import (
     coefficient_program,
     column_program,
@@ -232,25 +230,22 @@ def route(
 @triton.jit
 def boundary_and_route(
     parts, given, table_in, row_tokens, fn, base, scale, norm, streams_in, weight, bias, table,
-    tokens, live, ahead, counters_in,
+    tokens, live, counters_in,
     streams, coefficients, hidden, x, rounded_x, tap, sums, expert_ids, count, route_weight, slot, ids, logits,
     counters,
     R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, MIXES: tl.constexpr,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, DELAYED: tl.constexpr, ROUND: tl.constexpr, B: tl.constexpr,
     NB: tl.constexpr, NORM_EPS: tl.constexpr, MIX_EPS: tl.constexpr, ITERATIONS: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, HASHED: tl.constexpr,
-    SCALING: tl.constexpr, SUM_EPS: tl.constexpr, READERS: tl.constexpr, AHEAD: tl.constexpr,
+    SCALING: tl.constexpr, SUM_EPS: tl.constexpr,
 ):  # fmt: skip
-    """The boundary in front of a mixture of experts, then its router; READERS share AHEAD bytes from `ahead` on.
-
-    Grid D // BD + 2 R + ceil(E / BE) * D // BK + READERS.
-    """
+    """The boundary in front of a mixture of experts, then its router; grid D // BD + 2 R + ceil(E / BE) * D // BK."""
     G: tl.constexpr = D // BD
     GATES: tl.constexpr = (E + BE - 1) // BE * (D // BK)
     # With delayed mixing the gate needs no more than the column programs' rows, else the row programs'.
     LINE: tl.constexpr = 0 if DELAYED else ROWS_DONE
     AWAITED: tl.constexpr = G if DELAYED else R
-    WAITERS: tl.constexpr = 2 * R + READERS + (GATES if DELAYED else 0)
+    WAITERS: tl.constexpr = 2 * R + (GATES if DELAYED else 0)
     program = tl.program_id(0)
     if program < G:
         column_program(
@@ -269,7 +264,7 @@ def boundary_and_route(
             R, D, S, G, W, NORM_EPS, MIX_EPS, ITERATIONS,
         )  # fmt: skip
         leave(counters, 0, WAITERS)
-    elif program < G + 2 * R + GATES:
+    else:
         gate = program - G - 2 * R
         items = small_items(bias, table, tokens, R, E, K, HASHED)
         alive = tl.load(live)
@@ -282,8 +277,3 @@ def boundary_and_route(
                 R, E, K, D // BK, HASHED, SCALING, SUM_EPS,
             )  # fmt: skip
         leave(counters, LINE, WAITERS if DELAYED else GATES)
-    else:
-        if READERS:
-            wait(counters, 0, G)
-            read_share(ahead, program - G - 2 * R - GATES, READERS, AHEAD)
-            leave(counters, 0, WAITERS)

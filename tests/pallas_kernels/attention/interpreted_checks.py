@@ -66,7 +66,7 @@ def case(kind, spec, length, count, seed=0, rows=ROWS, splits=2, ratio=4):
 
 def tile(splits=2, heads=2, keys=16, tiles=1):
     return {
-        "heads": heads, "keys": keys, "splits": splits, "tiles": tiles, "warps": 4, "stages": 2, "ahead": 1
+        "heads": heads, "keys": keys, "splits": splits, "tiles": tiles, "warps": 4, "stages": 2
     }  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def test_weights_that_are_held_before_the_rows_are_there(programs):
     """One turn for each warp, and two of which the first is held."""
     streams, norm, projection, coefficients = shared_operands(WIDE)
     matrix, weight, block = matrices(WIDE, 2, 32)
-    tile = fused.Tile(programs=programs, readers=1)
+    tile = fused.Tile(programs=programs)
     output = Output(noise(10, 1, ROWS, WIDE.width, dtype=jnp.bfloat16).astype(jnp.float32))
     pair = both(
         WIDE, streams, norm, projection, coefficients, output, matrix, weight, block, tile=tile

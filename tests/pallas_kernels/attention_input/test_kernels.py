@@ -8,15 +8,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels import device_barrier
+from pallas_kernels import device_barrier, tuning
 from pallas_kernels.attention_input import fused
 from pallas_kernels.dense.specs import EXACT_PRODUCTS, PRODUCTS
 from pallas_kernels.hyper_connections.reference import Output, Projection
 from pallas_kernels.hyper_connections.specs import SPECS
 
-# Three programs of eight warps share a processor of 65536 registers.
-REGISTERS = 80
-PROCESSORS, PROGRAMS_AT_ONCE = 132, 3
+PROCESSORS, REGISTERS, SHARED_BYTES = 132, 65536, 232448
 
 
 def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
@@ -58,6 +56,8 @@ def test_nothing_spills_and_products_find_room_beside_the_boundary(model, exact,
         Output(experts=array(rows, 7, width, dtype=spec.type), count=array(dtype=jnp.int32)), capability=capability,
     )  # fmt: skip
     assert made.name == "boundary_and_products" and made.spilled_bytes == 0
-    assert made.registers <= REGISTERS
-    in_front = width // fused.TILE.columns + 2 * rows + fused.TILE.readers
-    assert in_front < PROCESSORS * PROGRAMS_AT_ONCE
+    sizes = 32 * low.matrix().words.shape[0], 0 if weight is None else weight.shape[0], width
+    tile = fused.TILE._replace(**tuning.choice("attention_input", tuning.by_shape(*sizes), {}))
+    at_once = min(REGISTERS // (made.registers * 32 * tile.warps), SHARED_BYTES // (made.shared + 1024))
+    assert at_once >= 3
+    assert width // tile.columns + 2 * rows < PROCESSORS * at_once

@@ -91,7 +91,7 @@ def test_the_boundary_and_its_router_in_one_launch(spec, router):
     output, count = Output(noise(2, ROWS, width)), jnp.int32(6)
     counters = device_barrier.counters(fused.COUNTER_LINES)
     made, *found, counters = fused.boundary_and_route(
-        spec, router, streams, norm, projection, gate, count, counters, coefficients, output, ahead=noise(64)
+        spec, router, streams, norm, projection, gate, count, counters, coefficients, output
     )
     boundary = jax.jit(boundaries.boundary, static_argnums=0)
     expected = boundary(spec, streams, norm, projection, coefficients, output)

@@ -56,16 +56,16 @@ def test_nothing_spills(spec, hashed, capability):
 def test_the_joined_launch_spills_nothing_and_nobody_waits_for_room(spec, router, capability):
     width, mixes = spec.width, spec.mixes
 
-    def joined(streams, norm, projection, gate, count, counters, coefficients, output, ahead):
+    def joined(streams, norm, projection, gate, count, counters, coefficients, output):
         return fused.boundary_and_route(
-            spec, router, streams, norm, projection, gate, count, counters, coefficients, output, ahead=ahead
+            spec, router, streams, norm, projection, gate, count, counters, coefficients, output
         )
 
     (made,) = compile_for_gpu.kernels(
         joined, array(ROWS, spec.streams, width, dtype=spec.type), array(width),
         Projection(array(mixes, spec.streams * width), array(mixes), array(3)), gate_of(router),
         array(dtype=jnp.int32), COUNTERS, array(ROWS, mixes), Output(array(8, ROWS, width)),
-        array(1 << 22, dtype=jnp.int32), capability=capability,
+        capability=capability,
     )  # fmt: skip
     assert made.spilled_bytes == 0
     resident = min(

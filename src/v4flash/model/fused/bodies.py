@@ -75,12 +75,8 @@ class ReferenceBodies:
         coefficients: jax.Array,
         output: Output,
         tokens: jax.Array,
-        ahead: jax.Array,
     ) -> tuple[Boundary, Routes, jax.Array]:
-        """The boundary in front of a mixture of experts, its routes, and the expert ids [R, K].
-
-        `ahead` is what the next operation reads first, whatever the routes; a body may have it fetched meanwhile.
-        """
+        """The boundary in front of a mixture of experts, its routes, and the expert ids [R, K]."""
         made = boundaries.boundary(spec, streams, norm, projection, coefficients, output)
         return made, *routing.route(router, made.x, gate, count, tokens)
 
@@ -145,9 +141,8 @@ class ReferenceBodies:
         count: jax.Array,
         far: FarKeys,
         spec: AttentionSpec,
-        following: jax.Array,
     ) -> jax.Array:
-        """The attention core [R, H * d]; `following` are weights that are read next."""
+        """The attention core [R, H * d]."""
         return attention.attend(q, table, sink, ring, length, count, far, spec)
 
     def experts(
@@ -238,7 +233,7 @@ class FusedBodies(ReferenceBodies):
         return made, low, exact
 
     def boundary_and_route(
-        self, spec, router, streams, norm, projection, gate, count, coefficients, output, tokens, ahead
+        self, spec, router, streams, norm, projection, gate, count, coefficients, output, tokens
     ):
         made, routes, ids, self.counters = self._router.boundary_and_route(
             spec,
@@ -252,7 +247,6 @@ class FusedBodies(ReferenceBodies):
             coefficients,
             output,
             tokens,
-            ahead,
         )
         return made, routes, ids
 
@@ -287,9 +281,9 @@ class FusedBodies(ReferenceBodies):
     def choose(self, q, weights, table, keys, length, count, spec, candidates):
         return self._index.choose(q, weights, table, keys, length, count, spec, candidates)
 
-    def attend(self, q, table, sink, ring, length, count, far, spec, following):
+    def attend(self, q, table, sink, ring, length, count, far, spec):
         output, self.counters = self._attention.attend(
-            q, table, sink, ring, length, count, far, self.counters, spec, following
+            q, table, sink, ring, length, count, far, self.counters, spec
         )
         return output
 

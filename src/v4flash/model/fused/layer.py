@@ -193,7 +193,6 @@ def attend(
         count,
         far,
         specs.attention_spec(config, numerics),
-        pack.matrix("wo_a").words,
     )
     return project_output(run, pack, heads), state, selection
 
@@ -215,7 +214,6 @@ def attend_block(run: Pass, pack: PackedLayer, projected: Projected, ring: jax.A
         run.count,
         Block(keys),
         specs.attention_spec(config, run.numerics),
-        pack.matrix("wo_a").words,
     )
     return project_output(run, pack, heads)
 
@@ -242,7 +240,6 @@ def feed_forward(
         made.coefficients,
         Output(partials=output),
         run.tokens,
-        pack.shared.gate_up.words,
     )
     partial = run.ops.experts(behind.rounded, pack.experts, pack.shared, routes, chosen)
     return behind.streams, behind.coefficients, Output(experts=partial, count=run.count), ids
