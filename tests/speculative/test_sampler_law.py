@@ -169,7 +169,7 @@ def sampler():
     history[PROMPT - 3 : PROMPT] = [int(stream.anchor), *likeliest]
     stream = dataclasses.replace(stream, history=jnp.asarray(history))
 
-    def drafting(merged, current, settings, limit):
+    def drafting(merged, current, settings, limit, drafted):
         """Drafts by the script: each from a law that the token before it decides."""
         key, start = round_key(settings.key, current.decode.length + 1), current.decode.length
 

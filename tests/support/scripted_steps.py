@@ -29,7 +29,7 @@ def programs(family: str, quantise: bool, rows: int):
 
     @jax.jit
     def run_step(params, stream, control, script):
-        def scripted(merged, stream, control, limit):
+        def scripted(merged, stream, control, limit, drafted):
             ids = jax.lax.dynamic_slice(script, (stream.decode.length + 1,), (limit,))
             return ids, jax.nn.one_hot(ids, merged.config.vocab_size), jnp.zeros((limit,))
 

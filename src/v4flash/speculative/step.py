@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from v4flash.model.drafter import Model
+from v4flash.model.drafter import Block, Model
 from v4flash.speculative import depth, lookup
 from v4flash.speculative.depth import MAX_DRAFT
 from v4flash.speculative.filters import has_usable_logits, is_greedy
@@ -62,10 +62,23 @@ def step_key(stream: Stream, control: Control) -> jax.Array:
     return round_key(control.key, stream.decode.length + 1)
 
 
-def draft(model: Model, stream: Stream, control: Control, limit: int) -> tuple[jax.Array, ...]:
-    """Drafts `limit` tokens behind the anchor: ids [limit], their laws [limit, V], confidence [limit]."""
-    block = model.drafter.block(model.backbone, stream.decode, stream.anchor, limit, control.block_rows)
+def draft(
+    model: Model, stream: Stream, control: Control, limit: int, drafted: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Drafts `limit` tokens behind the anchor: ids [limit], their laws [limit, V], confidence [limit].
+
+    Zeros, and no work, unless `drafted` (bool []). The block and its chain are two conditionals, none inside the other:
+    a GPU starts a conditional's graph the later the more nodes it holds, those of further conditionals included.
+    """
+    vocabulary = model.config.vocab_size
     key, first = step_key(stream, control), stream.decode.length + 1
+
+    def run() -> tuple[jax.Array, jax.Array]:
+        made = model.drafter.block(model.backbone, stream.decode, stream.anchor, limit, control.block_rows)
+        return made.hidden, made.base_logits
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))
+    block = Block(*jax.lax.cond(drafted, run, lambda: zeros), streams=[], routes=[])
 
     def draw(j: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         proposal = propose(logits, control.draft_sampling, key, first + j)
@@ -77,11 +90,16 @@ def draft(model: Model, stream: Stream, control: Control, limit: int) -> tuple[j
 
     def greedy() -> tuple[jax.Array, ...]:
         drafts = model.drafter.greedy_chain(block, stream.anchor, control.draft_length)
-        laws = jax.nn.one_hot(drafts.ids, block.base_logits.shape[1], dtype=jnp.float32)
+        laws = jax.nn.one_hot(drafts.ids, vocabulary, dtype=jnp.float32)
         return drafts.ids, laws, drafts.confidence
 
+    def nothing() -> tuple[jax.Array, ...]:
+        laws = jnp.zeros((limit, vocabulary), jnp.float32)
+        return jnp.zeros((limit,), jnp.int32), laws, jnp.full((limit,), -jnp.inf)
+
     # One branch around the whole chain: a law per draft would be work that greedy decoding never looks at.
-    ids, laws, confidence = jax.lax.cond(is_greedy(control.draft_sampling), greedy, drawn)
+    way = jnp.where(drafted, jnp.where(is_greedy(control.draft_sampling), 1, 2), 0)
+    ids, laws, confidence = jax.lax.switch(way, (nothing, greedy, drawn))
     return ids, laws, jax.nn.sigmoid(confidence)
 
 
@@ -92,14 +110,8 @@ def proposed(model: Model, stream: Stream, control: Control, limit: int, draftin
     wanted = jnp.clip(control.draft_length, 0, room)
     drafted = depth.worth_drafting(ahead, policy, wanted)
 
-    def nothing() -> tuple:
-        laws = jnp.zeros((limit, model.config.vocab_size), jnp.float32)
-        return jnp.zeros((limit,), jnp.int32), laws, jnp.zeros((limit,), jnp.float32)
-
     with jax.named_scope("draft"):
-        ids, laws, confidence = jax.lax.cond(
-            drafted, lambda: drafting(model, stream, control, limit), nothing
-        )
+        ids, laws, confidence = drafting(model, stream, control, limit, drafted)
 
     with jax.named_scope("choose"):
         chance = depth.calibrated(confidence, policy)
@@ -143,7 +155,8 @@ def speculative_step(
 ) -> tuple[Stream, StepResult]:
     """Runs one step with passes of `rows` rows (static); a finished stream comes back unchanged.
 
-    `drafting` proposes the tokens and must return the laws they were drawn from, as `draft` does.
+    `drafting` proposes the tokens and must return the laws they were drawn from, as `draft` does; what it returns where
+    nothing is to be drafted is not looked at.
     """
     limit = draft_limit(rows) if model.drafter is not None else 0
     start, running = stream.decode.length, stream.finish == RUNNING
