@@ -10,6 +10,7 @@ stream pays; the profile, which launches kernels one by one, says where it goes.
 
 import dataclasses
 import gc
+import itertools
 import statistics
 import tempfile
 import time
@@ -50,6 +51,7 @@ class Request:
       draft_lengths, contexts: each with each; committed positions before the first step.
       resident: routed experts a layer that are there; routes go to these only.
       rows: of the verifying pass.
+      temperatures: of target and drafts, each with each context and draft length; 0 is greedy.
       steps, repeats: a loop dispatches `steps` steps, `repeats` times.
       profile: whether to take a profile of every cell.
     """
@@ -60,6 +62,7 @@ class Request:
     contexts: Sequence[int] = (2048, 65536)
     resident: int | None = None
     rows: int = 8
+    temperatures: Sequence[float] = (0.0,)
     steps: int = 20
     repeats: int = 5
     profile: bool = True
@@ -151,18 +154,19 @@ def _backend_cells(
     size = tree_bytes(params) / 1e9
     say(f"{backend}: {size:.1f} GB of weights in {time.perf_counter() - started:.0f} s")
     stream, cells = program.stream(), []
-    for context in request.contexts:
-        for k in request.draft_lengths:
-            cell, stream = _cell(request, program, params, stream, context, k)
-            cell = {"backend": backend, "weights_gigabytes": round(size, 1)} | cell
-            distinct = cell.pop("distinct")
-            cell |= _beside_floor(config, cell, bandwidth)
-            if backend == "fused" and cell.get("profile"):
-                drafted = modelled_routing(config, k, CORRELATED).draft
-                read = stream_bytes(program.params, distinct, drafted, k > 0)
-                cell["streams"] = rates(cell["profile"], read, bandwidth)
-            cells.append(cell)
-            say(describe(cells[-1]))
+    for context, temperature, k in itertools.product(
+        request.contexts, request.temperatures, request.draft_lengths
+    ):
+        cell, stream = _cell(request, program, params, stream, context, temperature, k)
+        cell = {"backend": backend, "weights_gigabytes": round(size, 1)} | cell
+        distinct = cell.pop("distinct")
+        cell |= _beside_floor(config, cell, bandwidth)
+        if backend == "fused" and cell.get("profile"):
+            drafted = modelled_routing(config, k, CORRELATED).draft
+            read = stream_bytes(program.params, distinct, drafted, k > 0)
+            cell["streams"] = rates(cell["profile"], read, bandwidth)
+        cells.append(cell)
+        say(describe(cells[-1]))
     return cells, bandwidth
 
 
@@ -197,10 +201,11 @@ class StepProgram:
         return _noisy(empty_stream(self.config, self.shapes))
 
 
-def control_of(config: ModelConfig, k: int, rows: int) -> Control:
-    """Greedy decoding with k drafts, none of which is dropped beforehand."""
+def control_of(config: ModelConfig, k: int, rows: int, temperature: float = 0.0) -> Control:
+    """Decoding with k drafts, none of which is dropped beforehand."""
     block = max(k, min(config.draft.block_size, draft_limit(rows))) if config.draft else 0
-    return make_control(k, block, SamplingParams.make(), jnp.zeros((2,), jnp.uint32), ())
+    sampling = SamplingParams.make(temperature=temperature)
+    return make_control(k, block, sampling, jnp.zeros((2,), jnp.uint32), ())
 
 
 def empty_stream(config: ModelConfig, shapes: Shapes) -> Stream:
@@ -236,9 +241,11 @@ def _at(stream: Stream, context: int, config: ModelConfig) -> Stream:
     )
 
 
-def _cell(request: Request, program: StepProgram, params, stream: Stream, context: int, k: int):
+def _cell(
+    request: Request, program: StepProgram, params, stream: Stream, context: int, temperature: float, k: int
+):
     """Times one draft length behind one context: the figures, and the stream to go on with."""
-    control = control_of(request.config, k, request.rows)
+    control = control_of(request.config, k, request.rows, temperature)
     stream = _at(stream, context, request.config)
 
     def loop(stream: Stream, steps: int):
@@ -258,6 +265,7 @@ def _cell(request: Request, program: StepProgram, params, stream: Stream, contex
         emitted += int(result.emitted)
     cell = {
         "context": context,
+        "temperature": temperature,
         "k": k,
         "milliseconds": round(1e3 * statistics.median(taken), 3),
         "spread": [round(1e3 * min(taken), 3), round(1e3 * max(taken), 3)],
@@ -332,7 +340,7 @@ def describe(cell: dict[str, Any]) -> str:
         f", {profile['kernels_per_step']:,.0f} kernels, idle {100 * cell['idle']:.1f} %" if profile else ""
     )
     return (
-        f"{cell['backend']} k={cell['k']} at {cell['context']:,}: {cell['milliseconds']:.2f} ms, "
+        f"{cell['backend']} k={cell['k']} T={cell['temperature']:g} at {cell['context']:,}: {cell['milliseconds']:.2f} ms, "
         f"floor {cell['floor_milliseconds']:.2f} ms (x{cell['over_floor']:.2f}), "
         f"{cell['experts_per_layer']['mean']:.1f} experts a layer{launches}"
         f"{'' if cell['usable'] else '; LOGITS NOT FINITE'}"

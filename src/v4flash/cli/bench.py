@@ -5,6 +5,7 @@ Knows: options, the printed table, where a record is written. Does not know: how
 
 import argparse
 import json
+import math
 import platform
 import subprocess
 import sys
@@ -30,6 +31,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(parser, "--backend", help="xla, fused, or both with a comma between", default="fused", **listed)
     add(parser, "--k", help="drafts per step", default="0,3,5,7", type=numbers, **listed)
     add(parser, "--context", help="committed positions", default="2048,65536", type=numbers, **listed)
+    add(
+        parser,
+        "--temperature",
+        help="of target and drafts; 0 is greedy",
+        default="0",
+        type=temperatures,
+        **listed,
+    )
     add(
         parser,
         "--experts-resident",
@@ -61,6 +70,17 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(whole(0)(part) for part in text.split(","))
 
 
+def temperatures(text: str) -> tuple[float, ...]:
+    """Numbers from 0 with commas between."""
+    try:
+        found = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        found = (-1.0,)
+    if not all(0 <= value < math.inf for value in found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers from 0 with commas between")
+    return found
+
+
 def run(options: argparse.Namespace) -> int:
     """Times the cells and prints them."""
     out = Path(options.out) if options.out else None
@@ -78,6 +98,7 @@ def run(options: argparse.Namespace) -> int:
         contexts=options.context,
         resident=options.experts_resident,
         rows=options.rows,
+        temperatures=options.temperature,
         steps=options.steps,
         repeats=options.repeats,
         profile=not options.no_profile,
@@ -106,7 +127,7 @@ def as_text(record: dict[str, Any]) -> str:
         f"{record['experts_resident']} of {record['experts']} experts resident, {record['dtype']}, {record['mode']}, "
         f"random weights (unverified), copy bandwidth {record['copy_bandwidth'] / 1e12:.2f} TB/s",
         "",
-        f"{'backend':<8} {'k':>2} {'context':>8} {'ms/step':>8} {'floor':>6} {'ratio':>6} {'experts':>8} "
+        f"{'backend':<8} {'k':>2} {'T':>4} {'context':>8} {'ms/step':>8} {'floor':>6} {'ratio':>6} {'experts':>8} "
         f"{'kernels':>8} {'idle':>6}",
     ]
     for cell in record["cells"]:
@@ -114,7 +135,8 @@ def as_text(record: dict[str, Any]) -> str:
         kernels = f"{profile['kernels_per_step']:,.0f}" if profile else "-"
         idle = f"{100 * cell['idle']:.1f} %" if profile else "-"
         lines.append(
-            f"{cell['backend']:<8} {cell['k']:>2} {cell['context']:>8,} {cell['milliseconds']:>8.2f} "
+            f"{cell['backend']:<8} {cell['k']:>2} {cell['temperature']:>4g} {cell['context']:>8,} "
+            f"{cell['milliseconds']:>8.2f} "
             f"{cell['floor_milliseconds']:>6.2f} {cell['over_floor']:>6.2f} {cell['experts_per_layer']['mean']:>8.1f} "
             f"{kernels:>8} {idle:>6}"
         )
@@ -137,7 +159,7 @@ def as_text(record: dict[str, Any]) -> str:
 
 def title(cell: dict[str, Any]) -> str:
     """Which cell it is."""
-    return f"{cell['backend']}, k = {cell['k']}, context {cell['context']:,}"
+    return f"{cell['backend']}, k = {cell['k']}, T = {cell['temperature']:g}, context {cell['context']:,}"
 
 
 def _commit() -> str | None:
