@@ -24,7 +24,7 @@ TOLERANCE = 2e-4
 # The toy's weights are noise: where a rounding of the drafter falls on the edge, its whole block comes out other.
 UNLIKE_BLOCKS = 1
 CONTEXT = 160
-BLOCK = 5
+BLOCK, WANTED = 5, 2
 
 
 def one_pass(model, tokens, state, count):
@@ -34,8 +34,14 @@ def one_pass(model, tokens, state, count):
     state = model.drafter.commit(state, output.taps, state.length, count).advance(count)
     block = model.drafter.block(model.backbone, state, tokens[0], BLOCK, jnp.int32(BLOCK))
     drafts = model.drafter.greedy_chain(block, tokens[0], jnp.int32(BLOCK))
-    taken, _ = model.drafter.chain(block, tokens[0], lambda j, row: (jnp.argmax(row).astype(jnp.int32), None))
-    drafts = dataclasses.replace(drafts, ids=jnp.where(taken.ids == drafts.ids, drafts.ids, -1))
+
+    def likeliest(j, row):
+        return jnp.argmax(row).astype(jnp.int32), None
+
+    taken, _ = model.drafter.chain(block, tokens[0], likeliest)
+    some, _ = model.drafter.chain(block, tokens[0], likeliest, jnp.int32(WANTED))
+    alike = (taken.ids == drafts.ids) & ((some.ids == taken.ids) | (jnp.arange(BLOCK) >= WANTED))
+    drafts = dataclasses.replace(drafts, ids=jnp.where(alike, drafts.ids, -1))
     return logits, output.routes, state, block.base_logits, drafts.ids, drafts.confidence
 
 

@@ -160,10 +160,13 @@ class Drafter(nnx.Module):
         weight = self.stages[-1].confidence.weight[...]
         return self.numerics.exact_product("...k,nk->...n", joined, weight)[..., 0]
 
-    def chain(self, block: Block, anchor: jax.Array, draw: Callable) -> tuple[Drafts, Any]:
+    def chain(
+        self, block: Block, anchor: jax.Array, draw: Callable, count: jax.Array | None = None
+    ) -> tuple[Drafts, Any]:
         """Draws the tokens one after another; `draw(j, logits [V])` gives row j's token id and anything to keep.
 
-        Returns the drafts and what `draw` kept, stacked over rows.
+        Returns the drafts and what `draw` kept, stacked over rows. Only the first `count` rows are wanted, without it
+        all; bodies that can save the others' work leave anything in them.
         """
 
         def row(previous: jax.Array, inputs: tuple) -> tuple:
@@ -182,9 +185,11 @@ class Drafter(nnx.Module):
     def greedy_chain(self, block: Block, anchor: jax.Array, count: jax.Array) -> Drafts:
         """The drafts where every token is the likeliest one, the lowest id where several are.
 
-        Only the first `count` rows are wanted; bodies that can save the others' work leave anything in them.
+        `count` as in `chain`.
         """
-        return self.chain(block, anchor, lambda j, logits: (jnp.argmax(logits).astype(jnp.int32), None))[0]
+        return self.chain(
+            block, anchor, lambda j, logits: (jnp.argmax(logits).astype(jnp.int32), None), count
+        )[0]
 
 
 class Model(nnx.Module):

@@ -85,7 +85,7 @@ def draft(
         return proposal.token, proposal.law
 
     def drawn() -> tuple[jax.Array, ...]:
-        drafts, laws = model.drafter.chain(block, stream.anchor, draw)
+        drafts, laws = model.drafter.chain(block, stream.anchor, draw, control.draft_length)
         return drafts.ids, laws, drafts.confidence
 
     def greedy() -> tuple[jax.Array, ...]:

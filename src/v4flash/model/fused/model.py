@@ -193,8 +193,10 @@ class FusedDrafter:
             logits = run.ops.logits(made.x, packed.head)
         return Block(made.hidden[:rows], logits[:rows], [], routes)
 
-    def chain(self, block: Block, anchor: jax.Array, draw: Callable) -> tuple[Drafts, Any]:
-        """Draws the tokens one after another, as `Drafter.chain` does.
+    def chain(
+        self, block: Block, anchor: jax.Array, draw: Callable, count: jax.Array | None = None
+    ) -> tuple[Drafts, Any]:
+        """Draws the tokens one after another, as `Drafter.chain` does; rows behind `count` hold zeros.
 
         A loop, not its turns one by one: every node of a captured graph costs the host time, taken or not. It picks
         and puts rows by masks, for copies of slices would end the capture.
@@ -219,7 +221,8 @@ class FusedDrafter:
         row = jax.eval_shape(lambda: (anchor, block.base_logits[0], draw(anchor, block.base_logits[0])[1]))
         made = jax.tree.map(lambda x: jnp.zeros((turns, *x.shape), x.dtype), row)
         with jax.named_scope("markov_chain"):
-            _, (ids, logits, kept) = jax.lax.fori_loop(0, turns, turn, (anchor, made))
+            wanted = turns if count is None else jnp.clip(count, 0, turns)
+            _, (ids, logits, kept) = jax.lax.fori_loop(0, wanted, turn, (anchor, made))
             return Drafts(ids, logits, self._confidence(block, anchor, ids)), kept
 
     def greedy_chain(self, block: Block, anchor: jax.Array, count: jax.Array) -> Drafts:
