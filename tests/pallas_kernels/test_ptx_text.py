@@ -91,7 +91,9 @@ def test_a_parameter_of_two_digits_is_another_one():
     assert "add.s64 %rd1, %rd1, 8;" in ptx_text.with_offsets(ptx, "k", [0] * 10 + [8])
 
 
-@pytest.mark.parametrize("size,left", [(0, 0), (1024, 0), (48 * 1024 - 128, 0), (48 * 1024 - 127, 48 * 1024 - 127)])
+@pytest.mark.parametrize(
+    "size,left", [(0, 0), (1024, 0), (48 * 1024 - 128, 0), (48 * 1024 - 127, 48 * 1024 - 127)]
+)
 def test_shared_memory_is_declared_where_it_fits(size, left):
     short = ptx_text.short(KERNEL)
     text, asked = ptx_text.with_static_memory(short, size)

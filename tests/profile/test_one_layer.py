@@ -21,4 +21,6 @@ def test_a_layer_launches_what_is_written_here(target):
     assert found.launches("attention") <= len(ATTENTION) + COMPUTED_ONCE
     assert found.launches("ffn") == len(EXPERTS)
     assert found.copied_weights == 0
-    assert found.hlo.count(f'custom_call_target="{launch.TARGET}"') == len(by_hand) + 1  # and the last boundary
+    assert (
+        found.hlo.count(f'custom_call_target="{launch.TARGET}"') == len(by_hand) + 1
+    )  # and the last boundary

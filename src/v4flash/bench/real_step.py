@@ -340,8 +340,8 @@ def describe(cell: dict[str, Any]) -> str:
         f", {profile['kernels_per_step']:,.0f} kernels, idle {100 * cell['idle']:.1f} %" if profile else ""
     )
     return (
-        f"{cell['backend']} k={cell['k']} T={cell['temperature']:g} at {cell['context']:,}: {cell['milliseconds']:.2f} ms, "
-        f"floor {cell['floor_milliseconds']:.2f} ms (x{cell['over_floor']:.2f}), "
+        f"{cell['backend']} k={cell['k']} T={cell['temperature']:g} at {cell['context']:,}: "
+        f"{cell['milliseconds']:.2f} ms, floor {cell['floor_milliseconds']:.2f} ms (x{cell['over_floor']:.2f}), "
         f"{cell['experts_per_layer']['mean']:.1f} experts a layer{launches}"
         f"{'' if cell['usable'] else '; LOGITS NOT FINITE'}"
     )
