@@ -26,11 +26,8 @@ def gate_up(
 ) -> Hidden:
     """`reference.gate_up`; `scale_block` (128 or 32) is the block of the shared expert's weight scales."""
     columns, width = x.shape[1], 16 * routed.gate_up.words.shape[1]
-    _require_rows(x.shape[0], x.dtype)
-    _require_packed("gate_up", routed.gate_up, shared.gate_up, 2 * width, columns)
-    entries = _require_routes(routes)
-    untuned = {"warps": 8 if columns >= 8 * tiles.CHUNK else 4, "fenced": 1}
-    tile = tuning.choice("experts", tuning.by_shape(columns, width, what="gate_up"), untuned)
+    entries = require_gate_up(x, routed.gate_up, shared, routes)
+    tile = gate_up_tile(columns, width)
     made = launch.call(
         kernels.gate_up,
         x,
@@ -68,16 +65,8 @@ def down(
 ) -> jax.Array:
     """`reference.down`; `round_block` is 128, 32 or 0, `scale_block` as in `gate_up`."""
     width, columns = hidden.rows.shape[2], tiles.TILE * routed.down.words.shape[1]
-    _require_rows(hidden.rows.shape[1], hidden.rows.dtype)
-    _require_packed("down", routed.down, shared.down, columns, width)
-    entries = _require_routes(routes)
-    if hidden.rows.shape[0] != 1 + entries:
-        raise ValueError(
-            f"hidden has {hidden.rows.shape[0]} entries, expected the shared one and {entries} listed"
-        )
-    if round_block == tiles.CHUNK and width > tiles.CHUNK and width % tiles.CHUNK:
-        raise ValueError(f"hidden rows have {width} columns, expected a multiple of the rounding block 128")
-    tile = tuning.choice("experts", tuning.by_shape(columns, width, what="down"), {"warps": 4, "fenced": 0})
+    entries = require_down(hidden, routed.down, shared, routes, round_block)
+    tile = down_tile(columns, width)
     return launch.call(
         kernels.down,
         *hidden,
@@ -97,6 +86,39 @@ def down(
         FENCED=bool(tile["fenced"]),
         WARPS=tile["warps"],
     )[0]
+
+
+def gate_up_tile(columns: int, width: int) -> tuning.Choice:
+    """Warps of a tile, and whether its loads are kept together: as measured for these sizes, else by their length."""
+    untuned = {"warps": 8 if columns >= 8 * tiles.CHUNK else 4, "fenced": 1}
+    return tuning.choice("experts", tuning.by_shape(columns, width, what="gate_up"), untuned)
+
+
+def down_tile(columns: int, width: int) -> tuning.Choice:
+    """As `gate_up_tile`."""
+    return tuning.choice("experts", tuning.by_shape(columns, width, what="down"), {"warps": 4, "fenced": 0})
+
+
+def require_gate_up(x: jax.Array, routed, shared: PackedExperts, routes: Routes) -> int:
+    """The number of entries. Raises ValueError where shapes of `gate_up` do not fit each other."""
+    _require_rows(x.shape[0], x.dtype)
+    _require_packed("gate_up", routed, shared.gate_up, 32 * routed.words.shape[1], x.shape[1])
+    return _require_routes(routes)
+
+
+def require_down(hidden: Hidden, routed, shared: PackedExperts, routes: Routes, round_block: int) -> int:
+    """The number of entries. Raises ValueError where shapes of `down` do not fit each other."""
+    width = hidden.rows.shape[2]
+    _require_rows(hidden.rows.shape[1], hidden.rows.dtype)
+    _require_packed("down", routed, shared.down, tiles.TILE * routed.words.shape[1], width)
+    entries = _require_routes(routes)
+    if hidden.rows.shape[0] != 1 + entries:
+        raise ValueError(
+            f"hidden has {hidden.rows.shape[0]} entries, expected the shared one and {entries} listed"
+        )
+    if round_block == tiles.CHUNK and width > tiles.CHUNK and width % tiles.CHUNK:
+        raise ValueError(f"hidden rows have {width} columns, expected a multiple of the rounding block 128")
+    return entries
 
 
 def _require_rows(rows: int, dtype) -> None:

@@ -40,6 +40,71 @@ def _sticky_half(x):
 
 
 @triton.jit
+def store_hidden(
+    sums,
+    where,
+    entry,
+    tile,
+    weight_ptr,
+    slot_ptr,
+    hidden_ptr,
+    peaks_ptr,
+    TILES: tl.constexpr,
+    LIMIT: tl.constexpr,
+    DTYPE: tl.constexpr,
+    ROUND: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """The hidden rows of one tile of an entry (-1: the shared expert), and their peaks; `where`: its `lanes.places`."""
+    channel, row, owner = where
+    gain = tl.where(entry < 0, 1.0, fp4.GAIN)
+    gate, up = lanes.sum_over_warps(sums, WARPS)
+    gate, up = rounded(gate * gain, DTYPE), rounded(up * gain, DTYPE)
+    gate = tl.minimum(gate, LIMIT)
+    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
+    routes = tl.maximum(entry, 0) * 8 + row
+    weight = tl.where(entry < 0, 1.0, tl.load(weight_ptr + routes))
+    used = (tl.load(slot_ptr + routes) >= 0) | (entry < 0)
+    hidden = rounded(gate / (1.0 + tl.exp(-gate)) * up * weight, DTYPE) * lanes.HIDDEN_GAIN
+    if ROUND:
+        hidden = _sticky_half(hidden)
+    else:
+        hidden = hidden.to(tl.float16)
+    place = ((entry + 1) * 8 + row) * (16 * TILES) + tile * 16 + channel
+    tl.store(hidden_ptr + place, hidden, mask=owner & used)
+    warp, g, q = lanes.position(WARPS)
+    size = hidden.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
+    peak = lanes.peak_of_channels(size).to(tl.int16).to(tl.float16, bitcast=True)
+    place = ((entry + 1) * 8 + row) * (2 * TILES) + tile * 2 + channel // 8
+    tl.store(peaks_ptr + place, peak, mask=owner & used & (g == 0))
+
+
+@triton.jit
+def store_partial(
+    sums,
+    where,
+    entry,
+    tile,
+    slot_ptr,
+    partial_ptr,
+    TILES: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """The partial outputs of one tile of an entry (-1: the shared expert); `where`: its `lanes.places`."""
+    channel, row, owner = where
+    routes = tl.maximum(entry, 0) * 8
+    gain = tl.where(entry < 0, 1.0, fp4.GAIN) / lanes.HIDDEN_GAIN
+    first, second = lanes.sum_over_warps(sums, WARPS)
+    slot = tl.where(entry < 0, CHOSEN, tl.load(slot_ptr + routes + row))
+    place = partial_ptr + (row * (CHOSEN + 1) + slot) * (32 * TILES) + tile * 32 + channel
+    used = owner & (slot >= 0)
+    DTYPE: tl.constexpr = partial_ptr.dtype.element_ty
+    tl.store(place, rounded(first * gain, DTYPE).to(DTYPE), mask=used)
+    tl.store(place + 16, rounded(second * gain, DTYPE).to(DTYPE), mask=used)
+
+
+@triton.jit
 def gate_up(
     rows_ptr,
     words_ptr,
@@ -73,7 +138,7 @@ def gate_up(
         return
     CHUNKS: tl.constexpr = (BLOCKS + 3) // 4
     index = expert * TILES + tile
-    channel, row, owner = lanes.places(WARPS)
+    where = lanes.places(WARPS)
     if entry < 0:
         sums = fp8.tile_sums(
             shared_words_ptr + index * (CHUNKS * 1024),
@@ -105,26 +170,21 @@ def gate_up(
             False,
             FENCED,
         )
-    gain = tl.where(entry < 0, 1.0, fp4.GAIN)
-    gate, up = lanes.sum_over_warps(sums, WARPS)
-    gate, up = rounded(gate * gain, DTYPE), rounded(up * gain, DTYPE)
-    gate = tl.minimum(gate, LIMIT)
-    up = tl.minimum(tl.maximum(up, -LIMIT), LIMIT)
-    routes = tl.maximum(entry, 0) * 8 + row
-    weight = tl.where(entry < 0, 1.0, tl.load(weight_ptr + routes))
-    used = (tl.load(slot_ptr + routes) >= 0) | (entry < 0)
-    hidden = rounded(gate / (1.0 + tl.exp(-gate)) * up * weight, DTYPE) * lanes.HIDDEN_GAIN
-    if ROUND:
-        hidden = _sticky_half(hidden)
-    else:
-        hidden = hidden.to(tl.float16)
-    place = ((entry + 1) * 8 + row) * (16 * TILES) + tile * 16 + channel
-    tl.store(hidden_ptr + place, hidden, mask=owner & used)
-    warp, g, q = lanes.position(WARPS)
-    size = hidden.to(tl.int16, bitcast=True).to(tl.int32) & 0x7FFF
-    peak = lanes.peak_of_channels(size).to(tl.int16).to(tl.float16, bitcast=True)
-    place = ((entry + 1) * 8 + row) * (2 * TILES) + tile * 2 + channel // 8
-    tl.store(peaks_ptr + place, peak, mask=owner & used & (g == 0))
+    store_hidden(
+        sums,
+        where,
+        entry,
+        tile,
+        weight_ptr,
+        slot_ptr,
+        hidden_ptr,
+        peaks_ptr,
+        TILES,
+        LIMIT,
+        DTYPE,
+        ROUND,
+        WARPS,
+    )
 
 
 @triton.jit
@@ -160,7 +220,7 @@ def down(
     index = expert * TILES + tile
     rows_ptr = hidden_ptr + (entry + 1) * (8 * 32 * BLOCKS)
     peaks_ptr += (entry + 1) * (8 * 4 * BLOCKS)
-    channel, row, owner = lanes.places(WARPS)
+    where = lanes.places(WARPS)
     warp, g, q = lanes.position(WARPS)
     routes = tl.maximum(entry, 0) * 8
     if entry < 0:
@@ -194,11 +254,4 @@ def down(
             True,
             FENCED,
         )
-    gain = tl.where(entry < 0, 1.0, fp4.GAIN) / lanes.HIDDEN_GAIN
-    first, second = lanes.sum_over_warps(sums, WARPS)
-    slot = tl.where(entry < 0, CHOSEN, tl.load(slot_ptr + routes + row))
-    place = partial_ptr + (row * (CHOSEN + 1) + slot) * (32 * TILES) + tile * 32 + channel
-    used = owner & (slot >= 0)
-    DTYPE: tl.constexpr = partial_ptr.dtype.element_ty
-    tl.store(place, rounded(first * gain, DTYPE).to(DTYPE), mask=used)
-    tl.store(place + 16, rounded(second * gain, DTYPE).to(DTYPE), mask=used)
+    store_partial(sums, where, entry, tile, slot_ptr, partial_ptr, TILES, CHOSEN, WARPS)

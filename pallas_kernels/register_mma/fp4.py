@@ -9,7 +9,12 @@ from pallas_kernels.register_mma import lanes, text
 GAIN = tl.constexpr(tiles.FP4_GAIN)
 _SCALES = tl.constexpr(text.loads(1, 0, ".nc.L1::no_allocate"))
 _SCALES_GUARDED = tl.constexpr(text.loads(1, 0, ".nc.L1::no_allocate", guarded=True))
+_SCALES_COHERENT = tl.constexpr(text.loads(1, 0, ".L1::no_allocate"))
+_SCALES_GUARDED_COHERENT = tl.constexpr(text.loads(1, 0, ".L1::no_allocate", guarded=True))
 _LOAD, _LOAD_GUARDED = lanes.signature("4r", "l"), lanes.signature("4r", "l", "r")
+_STORE_SCALES = tl.constexpr(text.stores(1, 0))
+_STORE_SCALES_GUARDED = tl.constexpr(text.stores(1, 0, guarded=True))
+_STORE_4, _STORE_4_GUARDED = lanes.signature("1r", "4r", "l"), lanes.signature("1r", "4r", "l", "r")
 _BLOCK_0, _BLOCK_1, _BLOCK_2, _BLOCK_3 = (tl.constexpr(text.fp4_block(i)) for i in range(4))
 _OPERANDS = lanes.signature("8f", "12r", "8f")
 
@@ -30,14 +35,39 @@ def _block(BLOCK: tl.constexpr, words, rows, scales, sums):
 
 
 @triton.jit
-def _load_scales(pointer, blocks, GUARDED: tl.constexpr):
+def _load_scales(pointer, blocks, GUARDED: tl.constexpr, COHERENT: tl.constexpr):
     if GUARDED:
+        if COHERENT:
+            GUARDED_TEXT: tl.constexpr = _SCALES_GUARDED_COHERENT
+        else:
+            GUARDED_TEXT: tl.constexpr = _SCALES_GUARDED
         return tl.inline_asm_elementwise(
-            _SCALES_GUARDED, _LOAD_GUARDED, [pointer, blocks], dtype=(tl.int32,) * 4, is_pure=False, pack=1
+            GUARDED_TEXT, _LOAD_GUARDED, [pointer, blocks], dtype=(tl.int32,) * 4, is_pure=False, pack=1
+        )
+    elif COHERENT:
+        return tl.inline_asm_elementwise(
+            _SCALES_COHERENT, _LOAD, [pointer], dtype=(tl.int32,) * 4, is_pure=False, pack=1
         )
     else:
         return tl.inline_asm_elementwise(
             _SCALES, _LOAD, [pointer], dtype=(tl.int32,) * 4, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def _store_scales(pointer, scales, blocks, GUARDED: tl.constexpr):
+    if GUARDED:
+        tl.inline_asm_elementwise(
+            _STORE_SCALES_GUARDED,
+            _STORE_4_GUARDED,
+            scales + (pointer, blocks),
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.inline_asm_elementwise(
+            _STORE_SCALES, _STORE_4, scales + (pointer,), dtype=tl.int32, is_pure=False, pack=1
         )
 
 
@@ -56,10 +86,11 @@ def _turn(
     GUARDED: tl.constexpr,
     SPARSE: tl.constexpr,
     FENCED: tl.constexpr,
+    COHERENT: tl.constexpr,
 ):
     """Adds the chunk that lies `chunk` chunks behind the lane's first one."""
-    s = _load_scales(scales + chunk * 32, blocks, GUARDED)
-    w = lanes.load_weights(words + chunk * 512, blocks, GUARDED, FENCED)
+    s = _load_scales(scales + chunk * 32, blocks, GUARDED, COHERENT)
+    w = lanes.load_weights(words + chunk * 512, blocks, GUARDED, FENCED, COHERENT)
     near = lanes.load_rows(rows + chunk * 128, row_blocks, GUARDED or SPARSE)
     far = lanes.load_rows(rows + (chunk * 128 + 64), row_blocks - 2, GUARDED or SPARSE)
     if TOGETHER:
@@ -79,6 +110,33 @@ def _turn(
 
 
 @triton.jit
+def _copy(words, scales, to_words, to_scales, chunk, blocks, GUARDED: tl.constexpr):
+    """Copies the chunk that lies `chunk` chunks behind the lane's first one."""
+    s = _load_scales(scales + chunk * 32, blocks, GUARDED, False)
+    w = lanes.load_weights(words + chunk * 512, blocks, GUARDED, False, False)
+    _store_scales(to_scales + chunk * 32, s, blocks, GUARDED)
+    lanes.store_weights(to_words + chunk * 512, w, blocks, GUARDED)
+
+
+@triton.jit
+def copy_tile(words_ptr, scales_ptr, to_words_ptr, to_scales_ptr, BLOCKS: tl.constexpr, WARPS: tl.constexpr):
+    """Copies a packed tile; each thread what it reads itself in `tile_sums`. Padding blocks are left as they are."""
+    warp, g, q = lanes.position(WARPS)
+    word, scale = warp * 512 + (4 * g + q) * 4, warp * 32 + g * 4
+    words, scales = words_ptr + word, scales_ptr + scale
+    to_words, to_scales = to_words_ptr + word, to_scales_ptr + scale
+    TURNS: tl.constexpr = BLOCKS // (4 * WARPS)
+    for turn in range(0, TURNS):
+        tl.inline_asm_elementwise(
+            lanes.KEEP_LOOPING, lanes.FROM_ONE_TO_ONE, [turn], dtype=tl.int32, is_pure=False, pack=1
+        )
+        _copy(words, scales, to_words, to_scales, turn * WARPS, 4, False)
+    if BLOCKS % (4 * WARPS):
+        chunk: tl.constexpr = TURNS * WARPS
+        _copy(words, scales, to_words, to_scales, chunk, lanes.blocks_left(chunk + warp, BLOCKS), True)
+
+
+@triton.jit
 def tile_sums(
     words_ptr,
     scales_ptr,
@@ -90,6 +148,7 @@ def tile_sums(
     TOGETHER: tl.constexpr,
     SPARSE: tl.constexpr,
     FENCED: tl.constexpr,
+    COHERENT: tl.constexpr = False,
 ):
     """The sums of each lane, divided by GAIN.
 
@@ -100,6 +159,7 @@ def tile_sums(
       row_blocks: used if SPARSE, int32: 4 where activation row g counts, 0 where it is taken as zero, unread.
       TOGETHER: columns that share a scale of the activations' rounding, 0 to take them as they are.
       FENCED: keep a turn's weight loads together and loop over turns; otherwise turns are unrolled.
+      COHERENT: threads read what they wrote in this kernel themselves (`copy_tile`).
     """
     warp, g, q = lanes.position(WARPS)
     words = words_ptr + warp * 512 + (4 * g + q) * 4
@@ -127,6 +187,7 @@ def tile_sums(
                 False,
                 SPARSE,
                 True,
+                COHERENT,
             )
     else:
         for turn in tl.static_range(TURNS):
@@ -144,6 +205,7 @@ def tile_sums(
                 False,
                 SPARSE,
                 False,
+                COHERENT,
             )
     if BLOCKS % (4 * WARPS):
         chunk: tl.constexpr = TURNS * WARPS
@@ -153,6 +215,7 @@ def tile_sums(
         else:
             row_blocks = blocks
         sums = _turn(
-            sums, words, scales, rows, peaks, q, chunk, blocks, row_blocks, TOGETHER, True, SPARSE, False
-        )
+            sums, words, scales, rows, peaks, q, chunk, blocks, row_blocks, TOGETHER, True, SPARSE, False,
+            COHERENT,
+        )  # fmt: skip
     return sums

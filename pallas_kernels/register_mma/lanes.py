@@ -27,7 +27,11 @@ _BLOCK_BYTES = 2 * tiles.BLOCK  # of 16-bit activations
 _WEIGHTS = tl.constexpr(text.loads(4, 512, ".nc" + STREAM))
 _WEIGHTS_FENCED = tl.constexpr(text.loads(4, 512, STREAM, fenced=True))
 _WEIGHTS_GUARDED = tl.constexpr(text.loads(4, 512, ".nc" + STREAM, guarded=True))
+_WEIGHTS_GUARDED_COHERENT = tl.constexpr(text.loads(4, 512, STREAM, guarded=True))
 _LOAD_16, _LOAD_16_GUARDED = signature("16r", "l"), signature("16r", "l", "r")
+_STORES = tl.constexpr(text.stores(4, 512))
+_STORES_GUARDED = tl.constexpr(text.stores(4, 512, guarded=True))
+_STORE_16, _STORE_16_GUARDED = signature("1r", "16r", "l"), signature("1r", "16r", "l", "r")
 _ROWS = tl.constexpr(text.loads(2, _BLOCK_BYTES, ".ca"))
 _ROWS_GUARDED = tl.constexpr(text.loads(2, _BLOCK_BYTES, ".ca", guarded=True))
 _LOAD_8, _LOAD_8_GUARDED = signature("8r", "l"), signature("8r", "l", "r")
@@ -85,28 +89,53 @@ def blocks_left(chunk, BLOCKS: tl.constexpr):
 
 
 @triton.jit
-def load_weights(pointer, blocks, GUARDED: tl.constexpr, FENCED: tl.constexpr):
+def load_weights(
+    pointer, blocks, GUARDED: tl.constexpr, FENCED: tl.constexpr, COHERENT: tl.constexpr = False
+):
     """Four times 16 bytes of a packed tile, 512 bytes apart: 16 words.
 
     GUARDED: load i only where `blocks` exceeds i, zeros elsewhere. FENCED: keep the loads together; ptxas else
-    spreads them over the arithmetic, which costs gate and up 4 % and gains 3 % for down.
+    spreads them over the arithmetic, which costs gate and up 4 % and gains 3 % for down. COHERENT: see what this thread
+    wrote before: kept together too, and not through the read-only path.
     """
     if GUARDED:
+        if COHERENT:
+            GUARDED_TEXT: tl.constexpr = _WEIGHTS_GUARDED_COHERENT
+        else:
+            GUARDED_TEXT: tl.constexpr = _WEIGHTS_GUARDED
         return tl.inline_asm_elementwise(
-            _WEIGHTS_GUARDED,
+            GUARDED_TEXT,
             _LOAD_16_GUARDED,
             [pointer, blocks],
             dtype=(tl.int32,) * 16,
             is_pure=False,
             pack=1,
         )
-    elif FENCED:
+    elif FENCED or COHERENT:
         return tl.inline_asm_elementwise(
             _WEIGHTS_FENCED, _LOAD_16, [pointer], dtype=(tl.int32,) * 16, is_pure=False, pack=1
         )
     else:
         return tl.inline_asm_elementwise(
             _WEIGHTS, _LOAD_16, [pointer], dtype=(tl.int32,) * 16, is_pure=True, pack=1
+        )
+
+
+@triton.jit
+def store_weights(pointer, words, blocks, GUARDED: tl.constexpr):
+    """The 16 words of `load_weights` to the same places of another tile."""
+    if GUARDED:
+        tl.inline_asm_elementwise(
+            _STORES_GUARDED,
+            _STORE_16_GUARDED,
+            words + (pointer, blocks),
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
+    else:
+        tl.inline_asm_elementwise(
+            _STORES, _STORE_16, words + (pointer,), dtype=tl.int32, is_pure=False, pack=1
         )
 
 

@@ -43,6 +43,22 @@ def loads(
     return _block(*lines, *(["bar.warp.sync 0xffffffff;"] if fenced else []))
 
 
+def stores(count: int, stride: int, *, guarded: bool = False) -> str:
+    """Stores of four words (16 bytes) each at one pointer, `stride` bytes apart: out a zero; in words, pointer.
+
+    Guarded: store i is made where the operand after the pointer exceeds i.
+    """
+    pointer, left = f"${1 + 4 * count}", f"${2 + 4 * count}"
+    lines = ["mov.b32 $0, 0;", *([".reg .pred p;"] if guarded else [])]
+    for i in range(count):
+        given = ", ".join(_operands(1 + 4 * i, 4))
+        if guarded:
+            lines.append(f"setp.gt.s32 p, {left}, {i};")
+        guard = "@p " if guarded else ""
+        lines.append(f"{guard}st.global.v4.b32 [{pointer} + {i * stride}], {{{given}}};")
+    return _block(*lines)
+
+
 def loads_of_rows(count: int, how: str, *, guarded: bool) -> str:
     """16-byte loads of `count` pointers, kept together; guarded as above, all or none."""
     words = 4 * count

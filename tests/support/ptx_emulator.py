@@ -100,6 +100,8 @@ def _execute(m: Machine, name: str, args: list[str], where) -> None:
         _mma(m, args, _HALF[parts[-2]])
     elif name.startswith("ld.global"):
         _load_global(m, args, where)
+    elif name.startswith("st.global"):
+        _store_global(m, args, where)
     elif name.startswith("ld.shared"):
         m.set(args[0], m.memory.view(np.uint32)[m.address(args[1]) // 4])
     elif name.startswith("st.shared"):
@@ -204,6 +206,18 @@ def _load_global(m: Machine, args: list[str], where) -> None:
         loaded[active] = memory[index[:, None] + np.arange(len(targets))]
     for i, target in enumerate(targets):
         m.set(target, loaded[:, i], where)
+
+
+def _store_global(m: Machine, args: list[str], where) -> None:
+    address, values = m.address(args[0]), np.stack([m.value(name) for name in _names(args[1])], axis=-1)
+    active = slice(None) if where is None else where
+    asked, values = address[active], values[active]
+    if asked.size:
+        assert not np.any(asked % (4 * values.shape[1])), "a vector store is not aligned"
+        first, words = int(asked.min()), int(asked.max() - asked.min()) // 4 + values.shape[1]
+        memory = np.ctypeslib.as_array((ctypes.c_uint32 * words).from_address(first))
+        index = ((asked - np.uint64(first)) // np.uint64(4)).astype(np.int64)
+        memory[index[:, None] + np.arange(values.shape[1])] = values
 
 
 def _mma(m: Machine, args: list[str], half) -> None:

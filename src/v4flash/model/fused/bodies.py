@@ -16,8 +16,10 @@ from pallas_kernels.engram import reference as engram
 from pallas_kernels.engram.reference import Memory
 from pallas_kernels.engram.specs import EngramSpec
 from pallas_kernels.experts import reference as experts
+from pallas_kernels.experts import tiers
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.reference import Routes
+from pallas_kernels.experts.tiers import Kept, TieredExperts
 from pallas_kernels.hyper_connections import reference as boundaries
 from pallas_kernels.hyper_connections.reference import Boundary, Output, Projection
 from pallas_kernels.hyper_connections.specs import BoundarySpec
@@ -156,6 +158,29 @@ class ReferenceBodies:
             hidden, routed, shared, routes, chosen=chosen, round_block=self.round_block, dtype=self.dtype
         )
 
+    def tiered_experts(
+        self,
+        x: jax.Array,
+        routed: TieredExperts,
+        shared: PackedExperts,
+        routes: Routes,
+        chosen: int,
+        layer: jax.Array,
+        table: jax.Array,
+        kept: Kept,
+    ) -> tuple[jax.Array, Kept]:
+        """The same where some experts lie in host memory, and which of them are kept on the device afterwards."""
+        places, kept = tiers.place(layer, table, routes, kept)
+        hidden, records = tiers.gate_up(
+            x, routed, shared, routes, places, kept.records,
+            limit=self.limit, dtype=self.dtype, rounded=bool(self.round_block),
+        )  # fmt: skip
+        partial, records = tiers.down(
+            hidden, routed, shared, routes, places, records,
+            chosen=chosen, round_block=self.round_block, dtype=self.dtype,
+        )  # fmt: skip
+        return partial, kept._replace(records=records)
+
     def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
         """float32 [R, V] of normed rows."""
         return dense.exact_product(x, head)[0]
@@ -193,6 +218,7 @@ class FusedBodies(ReferenceBodies):
         from pallas_kernels.dense import fused as dense_launches
         from pallas_kernels.engram import fused as engram_launches
         from pallas_kernels.experts import fused as expert_launches
+        from pallas_kernels.experts import tiered as tiered_launches
         from pallas_kernels.head import fused as head_launches
         from pallas_kernels.hyper_connections import fused as boundary_launches
         from pallas_kernels.index_selection import fused as index_launches
@@ -204,7 +230,7 @@ class FusedBodies(ReferenceBodies):
         self._attention, self._dense, self._experts = attention_kernels, dense_launches, expert_launches
         self._head, self._boundaries, self._index = head_launches, boundary_launches, index_launches
         self._rows, self._router, self._chain = row_launches, router_launches, chain_launches
-        self._engram = engram_launches
+        self._engram, self._tiered = engram_launches, tiered_launches
         self._attention_input, self._attention_output = input_launches, output_launches
         lines = (
             attention_kernels.counter_lines(rows, specs.attention_spec(config, numerics)),
@@ -295,6 +321,19 @@ class FusedBodies(ReferenceBodies):
         return self._experts.down(
             hidden, routed, shared, routes, chosen=chosen, round_block=self.round_block, **options
         )
+
+    def tiered_experts(self, x, routed, shared, routes, chosen, layer, table, kept):
+        options = dict(scale_block=self.block, dtype=self.dtype)
+        places, kept = self._tiered.place(layer, table, routes, kept)
+        hidden, records = self._tiered.gate_up(
+            x, routed, shared, routes, places, kept.records,
+            limit=self.limit, rounded=bool(self.round_block), **options,
+        )  # fmt: skip
+        partial, records = self._tiered.down(
+            hidden, routed, shared, routes, places, records,
+            chosen=chosen, round_block=self.round_block, **options,
+        )  # fmt: skip
+        return partial, kept._replace(records=records)
 
     def look_up(self, spec, memory, ring, start, rows):
         return self._engram.lookup(spec, memory, ring, start, rows)

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import formats
 from pallas_kernels.attention.reference import Block, Chosen, Visible
+from pallas_kernels.experts.tiers import Kept, TieredExperts
 from pallas_kernels.hyper_connections.reference import Boundary, Output, Projection
 from pallas_kernels.index_selection.reference import Listed
 from pallas_kernels.key_rows.reference import Caches, Compressor, LatentIndex, Rows
@@ -223,10 +224,34 @@ def project_output(run: Pass, pack: PackedLayer, heads: jax.Array) -> jax.Array:
     return run.ops.project_output(heads, pack.matrix("wo_a"), pack.matrix("wo_b"), run.config.o_groups)
 
 
+@dataclasses.dataclass(frozen=True)
+class ColdExperts:
+    """What a layer with experts in two memories needs beside its weights (`pallas_kernels.experts.tiers`).
+
+    Attributes:
+      layer: its row in the table, and in what is kept.
+      table: int32 [L, E, 2], (tier, slot) of every expert.
+      kept: the cold experts on the device.
+    """
+
+    layer: int
+    table: jax.Array
+    kept: Kept
+
+
 def feed_forward(
-    run: Pass, pack: PackedLayer, made: Boundary, output: jax.Array, chosen: int, experts: int
-) -> tuple[jax.Array, jax.Array, Output, jax.Array]:
-    """The mixture of experts behind attention's `output`: streams, coefficients, output in parts, expert ids."""
+    run: Pass,
+    pack: PackedLayer,
+    made: Boundary,
+    output: jax.Array,
+    chosen: int,
+    experts: int,
+    cold: ColdExperts | None = None,
+) -> tuple[jax.Array, jax.Array, Output, jax.Array, Kept | None]:
+    """The mixture of experts behind attention's `output`.
+
+    Returns streams, coefficients, output in parts, expert ids, and what is kept on the device now if some are cold.
+    """
     spec = specs.boundary_spec(run.config, run.numerics)
     bias = pack.floats["gate.bias"] if "gate.bias" in pack.floats else None
     behind, routes, ids = run.ops.boundary_and_route(
@@ -241,8 +266,20 @@ def feed_forward(
         Output(partials=output),
         run.tokens,
     )
-    partial = run.ops.experts(behind.rounded, pack.experts, pack.shared, routes, chosen)
-    return behind.streams, behind.coefficients, Output(experts=partial, count=run.count), ids
+    if isinstance(pack.experts, TieredExperts):
+        partial, kept = run.ops.tiered_experts(
+            behind.rounded,
+            pack.experts,
+            pack.shared,
+            routes,
+            chosen,
+            jnp.int32(cold.layer),
+            cold.table,
+            cold.kept,
+        )
+    else:
+        partial, kept = run.ops.experts(behind.rounded, pack.experts, pack.shared, routes, chosen), None
+    return behind.streams, behind.coefficients, Output(experts=partial, count=run.count), ids, kept
 
 
 def key_matrix(pack: PackedLayer, config: ModelConfig) -> PackedMatrix:

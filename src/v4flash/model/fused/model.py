@@ -58,7 +58,7 @@ class FusedBackbone:
         tapped = {index if config.taps_are_inputs else index + 1 for index in targets}
         source, output, selection = (packed.embed, tokens), None, Selection()
         coefficients = boundaries.first_coefficients(tokens.shape[0], spec) if spec.delayed else None
-        means, routes, kept = {}, [], []
+        means, routes, looked_at = {}, [], []
         for layer, pack in zip(config.layers, packed.layers, strict=True):
             with jax.named_scope(f"layer_{layer.index}"):
                 if layer.index in packed.engrams:
@@ -71,12 +71,16 @@ class FusedBackbone:
                         means[layer.index] = made.tap
                     parts, state, selection = layers.attend(run, layer, pack, projected, state, selection)
                 with jax.named_scope("ffn"):
-                    source, coefficients, output, ids = layers.feed_forward(
-                        run, pack, made, parts, config.num_experts_per_tok, config.n_routed_experts
+                    cold = None
+                    if packed.placement is not None:
+                        cold = layers.ColdExperts(layer.index, packed.placement, state.kept)
+                    source, coefficients, output, ids, kept = layers.feed_forward(
+                        run, pack, made, parts, config.num_experts_per_tok, config.n_routed_experts, cold
                     )
+                    state = state.replace(kept=kept)
                 routes.append(ids)
             if keep_streams:
-                kept.append(self._streams(source, coefficients, output))
+                looked_at.append(self._streams(source, coefficients, output))
         with jax.named_scope("head"):
             last, tap = config.num_hidden_layers, config.num_hidden_layers in tapped
             head = projection(packed.floats, "hc_head") if "hc_head.fn" in packed.floats else None
@@ -86,7 +90,7 @@ class FusedBackbone:
             if tap:
                 means[last] = made.tap
         joined = jnp.concatenate([means[i] for i in sorted(tapped)], axis=-1) if targets else None
-        return TrunkOutput(made.hidden, joined, routes, kept, []), state
+        return TrunkOutput(made.hidden, joined, routes, looked_at, []), state
 
     def logits(self, hidden: jax.Array, weight: jax.Array | None = None) -> jax.Array:
         """float32 logits [R, V] of hidden rows [R, D]; `weight` is that of the norm, by default the final one."""
@@ -182,7 +186,7 @@ class FusedDrafter:
                     made, projected = layers.enter_attention(run, pack, source, coefficients, output)
                     parts = layers.attend_block(run, pack, projected, ring)
                 with jax.named_scope("ffn"):
-                    source, coefficients, output, ids = layers.feed_forward(
+                    source, coefficients, output, ids, _ = layers.feed_forward(
                         run, pack, made, parts, draft.num_experts_per_tok, draft.n_routed_experts
                     )
                 routes.append(ids[:rows])

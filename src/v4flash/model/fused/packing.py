@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.dense.packing import join_bf16, pack_fp8
 from pallas_kernels.experts.packing import PackedExperts, pack_routed, pack_shared
+from pallas_kernels.experts.tiers import TieredExperts
 from pallas_kernels.tiles import PackedMatrix
 from v4flash.config import LayerConfig, ModelConfig
 from v4flash.model.backbone import Layer
@@ -35,7 +36,7 @@ class PackedLayer:
       words: int32, the dense matrices and the shared expert, `NAME.words` and `NAME.scales`.
       plain: bfloat16, the joined `exact` matrix, the router's `gate`, the `index_projection`.
       floats: float32, hyper-connections, norms, sinks, biases.
-      experts: the routed experts.
+      experts: the routed experts, on the device or in two memories.
       table: int32 [V, K] of hash routing, else None.
       exact_columns: (name, width) of the joined exact matrix' parts in order.
     """
@@ -43,7 +44,7 @@ class PackedLayer:
     words: Arena
     plain: Arena
     floats: Arena
-    experts: PackedExperts
+    experts: PackedExperts | TieredExperts
     table: jax.Array | None
     exact_columns: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
 
@@ -92,6 +93,7 @@ class PackedModel:
       tap_words: the projection of the drafter's taps; None without a drafter.
       draft_floats: its norm, the drafter's final norm and final hyper-connection, and the confidence weight.
       markov_embed, markov_head: bfloat16 [V, rank].
+      placement: int32 [L, E, 2], (tier, slot) of the backbone's experts where they lie in two memories, else None.
     """
 
     embed: jax.Array
@@ -105,6 +107,7 @@ class PackedModel:
     draft_floats: Arena | None = None
     markov_embed: jax.Array | None = None
     markov_head: jax.Array | None = None
+    placement: jax.Array | None = None
 
 
 def _published(linear: Linear) -> tuple[jax.Array, jax.Array]:

@@ -1,0 +1,71 @@
+"""A packed model whose cold experts lie in pinned host memory.
+
+Knows: how a layer's experts are divided by a table of places, and how memory of the host that the device can read is
+asked for. Does not know: which experts should be hot, or what a pass does with cold ones (`pallas_kernels.experts.tiers`).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.experts import tiers
+from pallas_kernels.experts.packing import PackedExperts
+from pallas_kernels.experts.tiers import COLD, HOT, Kept, TieredExperts
+from v4flash.errors import CapacityError, UsageError
+from v4flash.model.fused.packing import PackedModel
+
+PINNED = "pinned_host"
+
+
+def host_memory(device: jax.Device | None = None) -> jax.sharding.Sharding:
+    """Pinned memory of the host of `device` (the default one), which the device reads over its link."""
+    return jax.sharding.SingleDeviceSharding(device or jax.devices()[0], memory_kind=PINNED)
+
+
+def to_host(records: jax.Array) -> jax.Array:
+    """Moves an array into pinned host memory. Raises CapacityError where that is refused."""
+    try:
+        return jax.block_until_ready(jax.device_put(records, host_memory()))
+    except (RuntimeError, ValueError) as error:
+        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CapacityError(
+            f"{records.nbytes / 1e9:.1f} GB of pinned host memory were refused ({said}); keep more experts on the "
+            "device, or raise the host's limit of locked memory"
+        ) from error
+
+
+def divided(experts: PackedExperts, places: np.ndarray) -> TieredExperts:
+    """One layer's experts in two memories, by int32 [E, 2] of (tier, slot) places; every slot of a tier is somebody's.
+
+    Raises UsageError for a table that does not fill both tiers.
+    """
+    members = []
+    for tier in (HOT, COLD):
+        owners = np.flatnonzero(places[:, 0] == tier)
+        slots = places[owners, 1]
+        if not len(owners) or sorted(slots.tolist()) != list(range(len(owners))):
+            raise UsageError(
+                f"tier {tier} of a layer has slots {sorted(slots.tolist())}, expected 0, 1, ... of some experts"
+            )
+        members.append(jnp.asarray(owners[np.argsort(slots)]))
+    hot, cold = (jax.tree.map(lambda array, chosen=chosen: array[chosen], experts) for chosen in members)
+    return TieredExperts(hot, to_host(_records(cold)))
+
+
+_records = jax.jit(tiers.to_records)
+
+
+def in_two_memories(packed: PackedModel, table: np.ndarray) -> PackedModel:
+    """The model with the backbone's experts divided by a table int32 [L, E, 2]; one layer at a time exists twice."""
+    layers = tuple(
+        dataclasses.replace(pack, experts=divided(pack.experts, places))
+        for pack, places in zip(packed.layers, table, strict=True)
+    )
+    return dataclasses.replace(packed, layers=layers, placement=jnp.asarray(table, jnp.int32))
+
+
+def nothing_kept(packed: PackedModel, slots: int) -> Kept:
+    """The state of `slots` spare device slots a layer, all empty, for a model in two memories (arrays or shapes)."""
+    return tiers.empty(len(packed.layers), slots, tiers.record_words(packed.layers[0].experts.hot))
