@@ -78,11 +78,10 @@ def place_experts(
     order = tl.where(missed, missed_before, order)
     source = tl.where(hit >= 0, KEPT, tl.where(cold, COLD, HOT))
     at, inside = places_ptr + order * COLUMNS, entry < ENTRIES
-    first = layer * SLOTS
     tl.store(at, tl.where(listed, entry + 1, 0), mask=inside)
     tl.store(at + 1, tl.where(listed, source, NOTHING), mask=inside)
-    tl.store(at + 2, tl.where(hit >= 0, first + hit, home), mask=inside)
-    tl.store(at + 3, tl.where(keep >= 0, first + keep, -1), mask=inside)
+    tl.store(at + 2, tl.where(hit >= 0, hit, home), mask=inside)
+    tl.store(at + 3, keep, mask=inside)
     tl.store(places_ptr + misses * COLUMNS, 0)
     tl.store(places_ptr + misses * COLUMNS + 1, SHARED)
     tl.store(places_ptr + misses * COLUMNS + 2, 0)

@@ -6,7 +6,7 @@ what a step does with them, in plain jax.numpy. Does not know: who decides what 
     hot      PackedExperts [H, ...]      one layer's, on the device
     cold     int32 [C, P]                one layer's, in host memory; an expert's four arrays in one record of P words
     table    int32 [L, E, 2]             (tier, slot) of each expert; tier 0 is `hot`, tier 1 is `cold`
-    records  int32 [L * S, P]            S spare device slots a layer
+    records  int32 [S, P]                one layer's spare device slots
 
 A step lists its experts (`reference.routes`). `place` says of every entry where it is read. An entry that is neither
 hot nor kept is missed: it is read from host memory, and as long as there are slots that this step does not use, the
@@ -56,16 +56,20 @@ class Kept(NamedTuple):
     All zeros is a state in which nothing is kept.
 
     Attributes:
-      records: int32 [L * S, P], slot s of layer l at l * S + s.
+      records: int32 [S, P] of each layer; arrays of their own, so that no layer waits for what another one writes.
       owners: int32 [L, S], the expert in each slot plus one, 0 for none.
       ages: int32 [L, S], passes since it was used.
       counts: int32 [L, 3], sums over passes: cold experts listed, of these missed, of these kept.
     """
 
-    records: jax.Array
+    records: tuple[jax.Array, ...]
     owners: jax.Array
     ages: jax.Array
     counts: jax.Array
+
+    def with_records(self, layer: int, records: jax.Array) -> "Kept":
+        """With the slots of one layer as they are now."""
+        return self._replace(records=self.records[:layer] + (records,) + self.records[layer + 1 :])
 
 
 def record_words(like: PackedExperts) -> int:
@@ -100,8 +104,9 @@ def from_records(records: jax.Array, like: PackedExperts) -> PackedExperts:
 
 def empty(layers: int, slots: int, words: int) -> Kept:
     """Nothing kept yet, in `slots` slots for each of `layers` layers; `words` is P."""
-    shapes = (layers * slots, words), (layers, slots), (layers, slots), (layers, len(COUNTED))
-    return Kept(*(jnp.zeros(shape, jnp.int32) for shape in shapes))
+    records = tuple(jnp.zeros((slots, words), jnp.int32) for _ in range(layers))
+    shapes = (layers, slots), (layers, slots), (layers, len(COUNTED))
+    return Kept(records, *(jnp.zeros(shape, jnp.int32) for shape in shapes))
 
 
 def place(layer: jax.Array, table: jax.Array, routes: Routes, kept: Kept) -> tuple[jax.Array, Kept]:
@@ -131,8 +136,7 @@ def place(layer: jax.Array, table: jax.Array, routes: Routes, kept: Kept) -> tup
     ages = jnp.where(filled | ~free, 0, jnp.minimum(ages + 1, OLDEST))
 
     def slot_of(match: jax.Array) -> jax.Array:
-        found = jnp.max(jnp.where(match, place, -1), axis=1)
-        return jnp.where(found >= 0, layer * slots + found, -1)
+        return jnp.max(jnp.where(match, place, -1), axis=1)
 
     hit, keep = slot_of(hits), slot_of(into)
     source = jnp.where(hit >= 0, KEPT, jnp.where(cold, COLD, HOT))

@@ -84,7 +84,7 @@ def test_packed_weights_run_finite(config):
     abstract, _ = deviceless.abstract_weights(config, REAL_NUMERICS, "fused")
     experts = random_weights.popular_experts(config, config.n_routed_experts, 6)
     params = random_weights.fill(abstract, config, experts)
-    stream = real_step._at(real_step._noisy(real_step.empty_stream(config, SHAPES)), 200, config)
+    stream = real_step.at_context(real_step.noisy(real_step.empty_stream(config, SHAPES)), 200, config)
 
     @jax.jit
     def step(params, stream, control):

@@ -10,6 +10,7 @@ ATTENTION = [
     "output_projection",
 ]  # fmt: skip
 EXPERTS = ["boundary_and_route", "gate_up", "down"]
+COLD_EXPERTS = ["boundary_and_route", "place_experts", "gate_up_tiered", "down_tiered"]
 COMPUTED_ONCE = 2  # kernels for rotations, which all layers of a model share
 
 
@@ -24,3 +25,9 @@ def test_a_layer_launches_what_is_written_here(target):
     assert (
         found.hlo.count(f'custom_call_target="{launch.TARGET}"') == len(by_hand) + 1
     )  # and the last boundary
+
+
+def test_cold_experts_cost_one_launch_and_no_copy():
+    found = one_layer.layer("v4-flash-0731", "h200", "fused", hot=200)
+    assert [name for scope, name in found.kernels if scope == "ffn"] == COLD_EXPERTS
+    assert found.copied_weights == 0 and found.not_in_place == ()

@@ -17,9 +17,11 @@ import numpy as np
 
 from pallas_kernels import bench_case
 from pallas_kernels.experts.packing import PackedExperts
+from pallas_kernels.experts.tiers import TieredExperts
 from pallas_kernels.tiles import PackedMatrix
 from v4flash.config import ModelConfig
 from v4flash.model.engram import table_primes
+from v4flash.model.fused import two_memories
 from v4flash.model.fused.arena import Arena
 from v4flash.model.fused.packing import PackedEngram, PackedLayer, PackedModel
 from v4flash.profile.floor import correlated_experts
@@ -97,7 +99,10 @@ def with_small_memory(config: ModelConfig) -> ModelConfig:
 
 
 def fill(params: Any, config: ModelConfig, experts: Experts, seed: int = 0) -> Any:
-    """Arrays on the default device for abstract weights, packed (PackedModel) or as published (nnx.State)."""
+    """Arrays on the default device for abstract weights, packed (PackedModel) or as published (nnx.State).
+
+    Cold experts are put into host memory; the table of places is left as it is, abstract.
+    """
     numbers = iter(range(seed * 1_000_003, 2**31))
     if isinstance(params, PackedModel):
         return _packed_model(params, config, experts, numbers)
@@ -116,7 +121,7 @@ def _packed_model(params: PackedModel, config: ModelConfig, experts: Experts, nu
             words=_words(pack.words, config.weight_block_size, next(numbers)),
             plain=_arena(pack.plain, config, experts, next(numbers)),
             floats=_arena(pack.floats, config, experts, next(numbers)),
-            experts=PackedExperts(*(bench_case.random_fp4(next(numbers), matrix) for matrix in pack.experts)),
+            experts=_routed(pack.experts, numbers),
             table=plain(pack.table, "table"),
         )
 
@@ -144,6 +149,19 @@ def _packed_model(params: PackedModel, config: ModelConfig, experts: Experts, nu
         markov_embed=plain(params.markov_embed),
         markov_head=plain(params.markov_head),
     )
+
+
+def _routed(experts: PackedExperts | TieredExperts, numbers) -> PackedExperts | TieredExperts:
+    """Random experts; cold ones are made on the device and moved from there."""
+
+    def made(like: PackedExperts, count: int) -> PackedExperts:
+        shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype), like)
+        return PackedExperts(*(bench_case.random_fp4(next(numbers), matrix) for matrix in shapes))
+
+    if isinstance(experts, PackedExperts):
+        return made(experts, two_memories.stacked(experts))
+    cold = two_memories.moved_to_host(made(experts.hot, experts.cold.shape[0]))
+    return TieredExperts(made(experts.hot, two_memories.stacked(experts.hot)), cold)
 
 
 def _words(arena: Arena, block: int, number: int) -> Arena:

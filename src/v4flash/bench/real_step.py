@@ -38,7 +38,7 @@ from v4flash.speculative.stream import Control, Stream
 SCHEMA = "v4flash.real_step/1"
 WARM_STEPS, PROFILED_STEPS = 3, 3
 _COPIED, _COPIES = 1 << 30, 16  # bytes of the array whose copies give the bandwidth, and their number
-_SLACK = 1024  # positions behind the longest context, for the steps of the loops
+SLACK = 1024  # positions behind the longest context, for the steps of the loops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Request:
             raise UsageError("nothing to time: give at least one draft length and one context")
         if max(self.draft_lengths) > limit:
             raise UsageError(f"k is {max(self.draft_lengths)}, this program takes 0 to {limit}")
-        if max(self.contexts) + _SLACK > self.config.max_position_embeddings:
+        if max(self.contexts) + SLACK > self.config.max_position_embeddings:
             raise UsageError(
                 f"context is {max(self.contexts)}, the model ends at {self.config.max_position_embeddings}"
             )
@@ -143,7 +143,7 @@ def _backend_cells(
 ) -> tuple[list[dict[str, Any]], float]:
     """The cells of one backend, and the copy bandwidth measured in front of them."""
     config = request.config
-    shapes = Shapes(request.rows, request.rows, max(request.contexts) + _SLACK)
+    shapes = Shapes(request.rows, request.rows, max(request.contexts) + SLACK)
     started = time.perf_counter()
     program = StepProgram(config, backend, shapes, experts)
     say(f"{backend}: compiled in {time.perf_counter() - started:.0f} s")
@@ -160,7 +160,7 @@ def _backend_cells(
         cell, stream = _cell(request, program, params, stream, context, temperature, k)
         cell = {"backend": backend, "weights_gigabytes": round(size, 1)} | cell
         distinct = cell.pop("distinct")
-        cell |= _beside_floor(config, cell, bandwidth)
+        cell |= beside_floor(config, cell, bandwidth)
         if backend == "fused" and cell.get("profile"):
             drafted = modelled_routing(config, k, CORRELATED).draft
             read = stream_bytes(program.params, distinct, drafted, k > 0)
@@ -198,7 +198,7 @@ class StepProgram:
 
     def stream(self) -> Stream:
         """A stream whose caches hold random rows."""
-        return _noisy(empty_stream(self.config, self.shapes))
+        return noisy(empty_stream(self.config, self.shapes))
 
 
 def control_of(config: ModelConfig, k: int, rows: int, temperature: float = 0.0) -> Control:
@@ -215,7 +215,7 @@ def empty_stream(config: ModelConfig, shapes: Shapes) -> Stream:
     )
 
 
-def _noisy(stream: Stream) -> Stream:
+def noisy(stream: Stream) -> Stream:
     """The stream with random numbers in its caches, so that no choice by score meets equal scores."""
     numbers = iter(range(1, 1 << 20))
 
@@ -227,7 +227,7 @@ def _noisy(stream: Stream) -> Stream:
     return dataclasses.replace(stream, decode=jax.tree.map(filled, stream.decode))
 
 
-def _at(stream: Stream, context: int, config: ModelConfig) -> Stream:
+def at_context(stream: Stream, context: int, config: ModelConfig) -> Stream:
     """The stream with `context` committed positions and much left to emit."""
     tokens = np.random.default_rng(context).integers(0, config.vocab_size, stream.history.shape[0])
     return dataclasses.replace(
@@ -246,7 +246,7 @@ def _cell(
 ):
     """Times one draft length behind one context: the figures, and the stream to go on with."""
     control = control_of(request.config, k, request.rows, temperature)
-    stream = _at(stream, context, request.config)
+    stream = at_context(stream, context, request.config)
 
     def loop(stream: Stream, steps: int):
         for _ in range(steps):
@@ -280,7 +280,7 @@ def _cell(
         "verified": int(result.drafted),
     }
     if request.profile:
-        table, stream = _profiled(lambda stream: loop(stream, PROFILED_STEPS), stream)
+        table, stream = profiled(lambda stream: loop(stream, PROFILED_STEPS), stream)
         cell["profile"] = table
         if table:
             busy = table["kernel_microseconds"] / 1e3
@@ -293,7 +293,7 @@ def _distinct(routes: jax.Array, live: int) -> list[int]:
     return [len(np.unique(layer[:live])) for layer in np.asarray(routes)]
 
 
-def _profiled(loop: Callable, stream: Stream) -> tuple[dict[str, Any] | None, Stream]:
+def profiled(loop: Callable, stream: Stream) -> tuple[dict[str, Any] | None, Stream]:
     """Kernels of a few steps by name and duration, or None where the device shows none."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
@@ -320,7 +320,7 @@ def _profiled(loop: Callable, stream: Stream) -> tuple[dict[str, Any] | None, St
     }, stream
 
 
-def _beside_floor(config: ModelConfig, cell: dict[str, Any], bandwidth: float) -> dict[str, Any]:
+def beside_floor(config: ModelConfig, cell: dict[str, Any], bandwidth: float) -> dict[str, Any]:
     """The cell with the bytes the step had to read with the experts it chose, and its time over theirs."""
     drafter = modelled_routing(config, cell["k"], CORRELATED).draft
     routing = Routing(cell["experts_per_layer"]["mean"], drafter, MEASURED, "counted; the drafter's modelled")

@@ -4,22 +4,28 @@ Knows: options, the printed table, where a record is written. Does not know: how
 """
 
 import argparse
+import functools
 import json
 import math
 import platform
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from v4flash.cli import device
-from v4flash.cli.options import add, add_configuration, add_device, whole
+from v4flash.cli.options import add, add_configuration, add_device, one_of, whole
 from v4flash.cli.terminal import Messages
 from v4flash.errors import UsageError
 
 NAME = "bench"
+_K, _K_COLD = "0,3,5,7", "5"
+_CONTEXT, _CONTEXT_COLD = "2048,65536", "2048"
 HELP = "time one speculative step at a configuration's real shapes, on random weights"
 KERNELS_SHOWN = 16
+Timed = Callable[[Callable[[str], None]], dict[str, Any]]
+Shown = Callable[[dict[str, Any]], str]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,8 +35,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_configuration(parser)
     listed = {"env": False, "metavar": "LIST"}
     add(parser, "--backend", help="xla, fused, or both with a comma between", default="fused", **listed)
-    add(parser, "--k", help="drafts per step", default="0,3,5,7", type=numbers, **listed)
-    add(parser, "--context", help="committed positions", default="2048,65536", type=numbers, **listed)
+    add(
+        parser,
+        "--k",
+        help=f"drafts per step (default {_K}; with --experts host {_K_COLD})",
+        type=numbers,
+        **listed,
+    )
+    add(
+        parser,
+        "--context",
+        help=f"committed positions (default {_CONTEXT}; with --experts host {_CONTEXT_COLD})",
+        type=numbers,
+        **listed,
+    )
+    add(
+        parser,
+        "--experts",
+        help="where routed experts lie: all on the device, or the cold ones in host memory, with made-up routes",
+        default="resident",
+        env=False,
+        **one_of("resident", "host"),
+    )
+    whole_number = {"env": False, "metavar": "N"}
+    add(
+        parser,
+        "--hot-experts",
+        help="of --experts host, experts a layer on the device",
+        type=whole(1),
+        **whole_number,
+    )
+    add(parser, "--cold-share", help="of --experts host, %% of the routes that go to cold experts", default="1.2,5",
+        type=shares, **listed)  # fmt: skip
+    add(parser, "--spare-slots", help="of --experts host, device slots a layer for cold experts", default=8,
+        type=whole(1), **whole_number)  # fmt: skip
     add(
         parser,
         "--temperature",
@@ -81,28 +119,23 @@ def temperatures(text: str) -> tuple[float, ...]:
     return found
 
 
+def shares(text: str) -> tuple[float, ...]:
+    """Percentages with commas between, as shares of one."""
+    try:
+        return tuple(float(part) / 100 for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of percentages") from None
+
+
 def run(options: argparse.Namespace) -> int:
     """Times the cells and prints them."""
     out = Path(options.out) if options.out else None
     if out is not None and not out.parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {out.parent}")
     device.choose(options.device)
-    from v4flash.bench import real_step
-    from v4flash.config import ModelConfig
-    from v4flash.profile.budget import configuration, installed_versions
+    from v4flash.profile.budget import installed_versions
 
-    request = real_step.Request(
-        config=ModelConfig.from_file(configuration(options.config)),
-        backends=tuple(options.backend.split(",")),
-        draft_lengths=options.k,
-        contexts=options.context,
-        resident=options.experts_resident,
-        rows=options.rows,
-        temperatures=options.temperature,
-        steps=options.steps,
-        repeats=options.repeats,
-        profile=not options.no_profile,
-    )
+    timed, as_text = _cold(options) if options.experts == "host" else _resident(options)
     messages = Messages(options.quiet)
     facts = {
         "config": options.config,
@@ -113,11 +146,94 @@ def run(options: argparse.Namespace) -> int:
         # Random weights say no text that speculation could have changed.
         "certificate": None,
     }
-    record = facts | real_step.run(request, messages.say)
+    record = facts | timed(messages.say)
     if out is not None:
         out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(record, indent=1) if options.json else as_text(record))
     return 0
+
+
+def _resident(options: argparse.Namespace) -> tuple[Timed, Shown]:
+    """What times a step with all experts on the device, and what shows its record."""
+    from v4flash.bench import real_step
+    from v4flash.config import ModelConfig
+    from v4flash.profile.budget import configuration
+
+    if options.hot_experts is not None:
+        raise UsageError("--hot-experts needs --experts host")
+    request = real_step.Request(
+        config=ModelConfig.from_file(configuration(options.config)),
+        backends=tuple(options.backend.split(",")),
+        draft_lengths=options.k or numbers(_K),
+        contexts=options.context or numbers(_CONTEXT),
+        resident=options.experts_resident,
+        rows=options.rows,
+        temperatures=options.temperature,
+        steps=options.steps,
+        repeats=options.repeats,
+        profile=not options.no_profile,
+    )
+    return functools.partial(real_step.run, request), as_text
+
+
+def _cold(options: argparse.Namespace) -> tuple[Timed, Shown]:
+    """What times a step with cold experts in host memory, and what shows its record."""
+    from v4flash.bench import cold_step
+    from v4flash.config import ModelConfig
+    from v4flash.profile.budget import configuration
+
+    k, context = options.k or numbers(_K_COLD), options.context or numbers(_CONTEXT_COLD)
+    if options.hot_experts is None:
+        raise UsageError("--experts host needs --hot-experts")
+    if options.backend != "fused" or options.experts_resident or options.rows != cold_step.ROWS:
+        raise UsageError(
+            f"--experts host times backend fused, passes of {cold_step.ROWS} rows, and all experts"
+        )
+    if len(k) != 1 or len(context) != 1:
+        raise UsageError("--experts host takes one draft length and one context")
+    request = cold_step.Request(
+        config=ModelConfig.from_file(configuration(options.config)),
+        hot=options.hot_experts,
+        shares=options.cold_share,
+        slots=options.spare_slots,
+        draft_length=k[0],
+        context=context[0],
+        steps=options.steps,
+        repeats=options.repeats,
+        profile=not options.no_profile,
+    )
+    return functools.partial(cold_step.run, request), cold_text
+
+
+def cold_text(record: dict[str, Any]) -> str:
+    """A record of experts in two memories for a person."""
+    checks = ", ".join(
+        f"{name} {'same bits' if same else 'OTHER BITS'}" for name, same in record["checks"].items()
+    )
+    lines = [
+        f"{record['config']} on {record['device']['kind']}: {record['layers']} layers, {record['hot_experts']} of "
+        f"{record['experts']} experts a layer on the device ({record['device_gigabytes']} GB), the others beside it "
+        f"({record['host_gigabytes']} GB), {record['spare_slots']} spare slots a layer, random weights (unverified), "
+        f"copy bandwidth {record['copy_bandwidth'] / 1e12:.2f} TB/s, link {record['link_bandwidth'] / 1e9:.1f} GB/s",
+        checks,
+        "",
+        f"{'share':>6} {'cell':<11} {'ms/step':>8} {'spread':>15} {'floor':>6} {'experts':>8} {'cold':>6} "
+        f"{'missed':>7} {'GB':>7} {'link ms':>8} {'exposed':>8} {'ratio':>6}",
+    ]
+    for cell in record["cells"]:
+        spread = "{:.3f}-{:.3f}".format(*cell["spread"])
+        lines.append(
+            f"{100 * cell['asked_share']:>4g} % {cell['cell']:<11} {cell['milliseconds']:>8.3f} {spread:>15} "
+            f"{cell['floor_milliseconds']:>6.2f} {cell['experts_per_layer']['mean']:>8.1f} "
+            f"{cell['cold_per_step']:>6.1f} "
+            f"{cell['missed_per_step']:>7.1f} {cell['gigabytes_moved']:>7.3f} {cell['link_milliseconds']:>8.2f} "
+            f"{cell['exposed_milliseconds']:>8.3f} {cell['over_resident']:>6.3f}"
+        )
+    for cell in record["cells"]:
+        if cell.get("profile"):
+            lines += ["", f"{100 * cell['asked_share']:g} % {cell['cell']}: us per step, times, kernel"]
+            lines += _kernel_lines(cell)
+    return "\n".join(lines)
 
 
 def as_text(record: dict[str, Any]) -> str:
@@ -150,11 +266,15 @@ def as_text(record: dict[str, Any]) -> str:
                 "",
                 f"{title(cell)}: us per step, times, kernel",
             ]
-            lines += [
-                f"{kernel['microseconds']:>10,.1f} {kernel['per_step']:>7,.0f}  {kernel['name']}"
-                for kernel in cell["profile"]["kernels"][:KERNELS_SHOWN]
-            ]
+            lines += _kernel_lines(cell)
     return "\n".join(lines)
+
+
+def _kernel_lines(cell: dict[str, Any]) -> list[str]:
+    return [
+        f"{kernel['microseconds']:>10,.1f} {kernel['per_step']:>7,.0f}  {kernel['name']}"
+        for kernel in cell["profile"]["kernels"][:KERNELS_SHOWN]
+    ]
 
 
 def title(cell: dict[str, Any]) -> str:

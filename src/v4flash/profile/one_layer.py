@@ -11,6 +11,8 @@ from typing import Any
 from v4flash.profile import budget
 from v4flash.profile.budget import configuration
 
+_SPARE_SLOTS = 8
+
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
@@ -19,11 +21,13 @@ class Layer:
     Attributes:
       kernels: (scope, name) of every kernel in the order of the program; scope is 'attention', 'ffn' or ''.
       copied_weights: bytes of weights that are moved or converted in memory before they are used.
+      not_in_place: donated arrays of the state that come back elsewhere.
       hlo: text of the optimised program.
     """
 
     kernels: tuple[tuple[str, str], ...]
     copied_weights: int
+    not_in_place: tuple[str, ...]
     hlo: str
 
     def launches(self, scope: str) -> int:
@@ -31,15 +35,24 @@ class Layer:
         return sum(own == scope for own, _ in self.kernels)
 
 
-def layer(config: str, target: str, backend: str, *, ratio: int = 4, context: int = 65536) -> Layer:
+def layer(
+    config: str, target: str, backend: str, *, ratio: int = 4, context: int = 65536, hot: int | None = None
+) -> Layer:
     """Compiles one layer with compression `ratio` of the V4 model `config` for 'h200' or 'gb300'.
 
+    With `hot` only so many of its experts are on the device, the others in host memory; the compiler does not see that
+    memory without a GPU, and takes both for the device's.
     `config` is a file, or the name of one in configs/models. It runs in a process of its own, a quarter of a minute.
     Raises what `budget.budget` raises.
     """
-    request = dict(config=config, target=target, backend=backend, ratio=ratio, context=context)
+    request = dict(config=config, target=target, backend=backend, ratio=ratio, context=context, hot=hot)
     answer = budget.apart("v4flash.profile.one_layer", request, f"one layer of {config} for {target}")
-    return Layer(tuple(map(tuple, answer["kernels"])), answer["copied_weights"], answer["hlo"])
+    return Layer(
+        tuple(map(tuple, answer["kernels"])),
+        answer["copied_weights"],
+        tuple(answer["not_in_place"]),
+        answer["hlo"],
+    )
 
 
 def one_layer_json(raw: dict[str, Any], ratio: int) -> dict[str, Any]:
@@ -50,13 +63,16 @@ def one_layer_json(raw: dict[str, Any], ratio: int) -> dict[str, Any]:
     )
 
 
-def compiled_layer(config: str, target: str, backend: str, ratio: int, context: int) -> dict[str, Any]:
+def compiled_layer(
+    config: str, target: str, backend: str, ratio: int, context: int, hot: int | None
+) -> dict[str, Any]:
     """The document of one layer, compiled in this process."""
     import jax
     import jax.numpy as jnp
 
     from v4flash.config import ModelConfig
     from v4flash.engine.programs import Shapes, new_state
+    from v4flash.model.fused import two_memories
     from v4flash.profile import deviceless, executable_report, targets
 
     path = configuration(config)
@@ -65,6 +81,9 @@ def compiled_layer(config: str, target: str, backend: str, ratio: int, context: 
     numerics = deviceless.REAL_NUMERICS
     params, build = deviceless.abstract_weights(model, numerics, backend)
     state = jax.eval_shape(lambda: new_state(model, numerics, Shapes(8, 8, context)))
+    if hot is not None:
+        params = two_memories.shapes(params, hot)
+        state = state.replace(kept=jax.eval_shape(lambda: two_memories.nothing_kept(params, _SPARE_SLOTS)))
     rows, scalar = jax.ShapeDtypeStruct((8,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
 
     def trunk(params, stream, tokens, count):
@@ -79,6 +98,7 @@ def compiled_layer(config: str, target: str, backend: str, ratio: int, context: 
             for scope, name in executable_report.kernels_in_order(compiled)
         ],
         "copied_weights": sum(moved.bytes * moved.times for moved in report.weight_copies),
+        "not_in_place": report.not_in_place,
         "hlo": compiled.hlo,
     }
 

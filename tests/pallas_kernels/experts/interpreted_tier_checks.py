@@ -43,7 +43,7 @@ def test_shapes_are_checked():
     places, kept = tiered.place(jnp.int32(tier_cases.LAYER), here.table, listed, kept)
     x, options = jnp.zeros((8, spec.width), jnp.float16), dict(limit=1.0, scale_block=32)
     with pytest.raises(ValueError, match="kept records are"):
-        tiered.gate_up(x, here.experts, here.shared, listed, places, kept.records[:, :8], **options)
+        tiered.gate_up(x, here.experts, here.shared, listed, places, kept.records[0][:, :8], **options)
     with pytest.raises(ValueError, match="places are"):
-        tiered.gate_up(x, here.experts, here.shared, listed, places[1:], kept.records, **options)
-    assert tiers.record_words(here.routed) == kept.records.shape[1]
+        tiered.gate_up(x, here.experts, here.shared, listed, places[1:], kept.records[0], **options)
+    assert tiers.record_words(here.routed) == kept.records[0].shape[1]

@@ -5,6 +5,7 @@ know: the order of operations. Both read the same packed weights, so that they c
 """
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.attention import reference as attention
 from pallas_kernels.attention.reference import FarKeys
@@ -165,21 +166,24 @@ class ReferenceBodies:
         shared: PackedExperts,
         routes: Routes,
         chosen: int,
-        layer: jax.Array,
+        layer: int,
         table: jax.Array,
         kept: Kept,
     ) -> tuple[jax.Array, Kept]:
-        """The same where some experts lie in host memory, and which of them are kept on the device afterwards."""
-        places, kept = tiers.place(layer, table, routes, kept)
+        """The same where some experts lie in host memory, and which of them are kept on the device afterwards.
+
+        Args: layer, its number; table, int32 [L, E, 2]; kept, of all layers.
+        """
+        places, kept = tiers.place(jnp.int32(layer), table, routes, kept)
         hidden, records = tiers.gate_up(
-            x, routed, shared, routes, places, kept.records,
+            x, routed, shared, routes, places, kept.records[layer],
             limit=self.limit, dtype=self.dtype, rounded=bool(self.round_block),
         )  # fmt: skip
         partial, records = tiers.down(
             hidden, routed, shared, routes, places, records,
             chosen=chosen, round_block=self.round_block, dtype=self.dtype,
         )  # fmt: skip
-        return partial, kept._replace(records=records)
+        return partial, kept.with_records(layer, records)
 
     def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
         """float32 [R, V] of normed rows."""
@@ -324,16 +328,16 @@ class FusedBodies(ReferenceBodies):
 
     def tiered_experts(self, x, routed, shared, routes, chosen, layer, table, kept):
         options = dict(scale_block=self.block, dtype=self.dtype)
-        places, kept = self._tiered.place(layer, table, routes, kept)
+        places, kept = self._tiered.place(jnp.int32(layer), table, routes, kept)
         hidden, records = self._tiered.gate_up(
-            x, routed, shared, routes, places, kept.records,
+            x, routed, shared, routes, places, kept.records[layer],
             limit=self.limit, rounded=bool(self.round_block), **options,
         )  # fmt: skip
         partial, records = self._tiered.down(
             hidden, routed, shared, routes, places, records,
             chosen=chosen, round_block=self.round_block, **options,
         )  # fmt: skip
-        return partial, kept._replace(records=records)
+        return partial, kept.with_records(layer, records)
 
     def look_up(self, spec, memory, ring, start, rows):
         return self._engram.lookup(spec, memory, ring, start, rows)

@@ -273,7 +273,7 @@ def feed_forward(
             pack.shared,
             routes,
             chosen,
-            jnp.int32(cold.layer),
+            cold.layer,
             cold.table,
             cold.kept,
         )

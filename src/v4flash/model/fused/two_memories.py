@@ -1,7 +1,8 @@
 """A packed model whose cold experts lie in pinned host memory.
 
 Knows: how a layer's experts are divided by a table of places, and how memory of the host that the device can read is
-asked for. Does not know: which experts should be hot, or what a pass does with cold ones (`pallas_kernels.experts.tiers`).
+asked for. Does not know: which experts should be hot, or what a pass does with cold ones
+(`pallas_kernels.experts.tiers`).
 """
 
 import dataclasses
@@ -14,9 +15,10 @@ from pallas_kernels.experts import tiers
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.tiers import COLD, HOT, Kept, TieredExperts
 from v4flash.errors import CapacityError, UsageError
-from v4flash.model.fused.packing import PackedModel
+from v4flash.model.fused.packing import PackedLayer, PackedModel
 
 PINNED = "pinned_host"
+_records = jax.jit(tiers.to_records)
 
 
 def host_memory(device: jax.Device | None = None) -> jax.sharding.Sharding:
@@ -24,8 +26,12 @@ def host_memory(device: jax.Device | None = None) -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(device or jax.devices()[0], memory_kind=PINNED)
 
 
-def to_host(records: jax.Array) -> jax.Array:
-    """Moves an array into pinned host memory. Raises CapacityError where that is refused."""
+def moved_to_host(experts: PackedExperts) -> jax.Array:
+    """Packed experts [n, ...] as records int32 [n, P] in pinned host memory.
+
+    Raises CapacityError where that is refused.
+    """
+    records = _records(experts)
     try:
         return jax.block_until_ready(jax.device_put(records, host_memory()))
     except (RuntimeError, ValueError) as error:
@@ -51,10 +57,7 @@ def divided(experts: PackedExperts, places: np.ndarray) -> TieredExperts:
             )
         members.append(jnp.asarray(owners[np.argsort(slots)]))
     hot, cold = (jax.tree.map(lambda array, chosen=chosen: array[chosen], experts) for chosen in members)
-    return TieredExperts(hot, to_host(_records(cold)))
-
-
-_records = jax.jit(tiers.to_records)
+    return TieredExperts(hot, moved_to_host(cold))
 
 
 def in_two_memories(packed: PackedModel, table: np.ndarray) -> PackedModel:
@@ -64,6 +67,25 @@ def in_two_memories(packed: PackedModel, table: np.ndarray) -> PackedModel:
         for pack, places in zip(packed.layers, table, strict=True)
     )
     return dataclasses.replace(packed, layers=layers, placement=jnp.asarray(table, jnp.int32))
+
+
+def shapes(params: PackedModel, hot: int) -> PackedModel:
+    """A packed model's shapes with `hot` routed experts of each backbone layer on the device, the rest beside it."""
+
+    def layer(pack: PackedLayer) -> PackedLayer:
+        experts = pack.experts
+        of_hot = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((hot, *leaf.shape[1:]), leaf.dtype), experts)
+        shape = (stacked(experts) - hot, tiers.record_words(experts))
+        cold = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=host_memory())
+        return dataclasses.replace(pack, experts=TieredExperts(of_hot, cold))
+
+    table = jax.ShapeDtypeStruct((len(params.layers), stacked(params.layers[0].experts), 2), jnp.int32)
+    return dataclasses.replace(params, layers=tuple(map(layer, params.layers)), placement=table)
+
+
+def stacked(experts: PackedExperts) -> int:
+    """How many experts a stack holds."""
+    return experts.down.words.shape[0]
 
 
 def nothing_kept(packed: PackedModel, slots: int) -> Kept:

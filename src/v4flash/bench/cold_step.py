@@ -1,0 +1,404 @@
+"""One speculative step whose experts lie in two memories, beside the same step with all of its experts on the device.
+
+Knows: which routes each cell is given, how misses are counted, and what is compared bit by bit before anything is
+timed. Does not know: how routes are made up (cold_routes), how time is taken in general (real_step), or how a record is
+shown.
+
+The router runs, but its choice is replaced by made-up routes: random weights would choose without regard to what is
+hot. Cells of one cold share, all with the same number of different experts a layer:
+
+    resident      cold experts redirected to hot ones, in a program that knows no cold experts: the baseline
+    redirected    the same routes in the program for two memories: nothing is missed
+    cold          the routes as they are, never the same step twice: what was used lately is kept, the rest is missed
+    repeating     a few steps again and again, as a text that repeats itself: after the first round all is kept
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import tiles
+from pallas_kernels.bench_case import tree_bytes
+from pallas_kernels.experts import reference, tiers
+from pallas_kernels.experts.reference import Routes
+from v4flash.bench import cold_routes, random_weights, real_step
+from v4flash.bench.cold_routes import ColdRoutes
+from v4flash.config import ModelConfig
+from v4flash.engine import backends, compiler_options
+from v4flash.engine.programs import Shapes
+from v4flash.errors import UsageError
+from v4flash.model.fused import two_memories
+from v4flash.model.fused.bodies import FusedBodies, ReferenceBodies
+from v4flash.model.fused.model import FusedModel
+from v4flash.model.fused.packing import PackedModel
+from v4flash.profile.deviceless import REAL_NUMERICS, abstract_weights
+from v4flash.speculative.step import draft_limit, speculative_step
+from v4flash.speculative.stream import Control, Stream
+
+SCHEMA = "v4flash.cold_step/1"
+ROWS = tiles.ROWS
+REPEATED_STEPS = 4
+_CHECKED_SHARE = 0.3  # every layer misses experts, some of them more than there are slots
+_LINK_BYTES, _LINK_COPIES = 1 << 28, 5
+_WORDS = 64  # of the 256 bytes that parts of a plan start at, so that kernels read them where they are
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to time.
+
+    Attributes:
+      config: configuration of the model.
+      hot: routed experts a layer on the device.
+      shares: cold shares of the routes, each with its four cells.
+      slots: spare device slots a layer.
+      draft_length, context: drafts of a step, and committed positions before the first one.
+      steps, repeats: a loop dispatches `steps` steps, `repeats` times.
+      profile: whether to take a profile of each cell.
+    """
+
+    config: ModelConfig
+    hot: int
+    shares: Sequence[float] = (0.012, 0.05)
+    slots: int = 8
+    draft_length: int = 5
+    context: int = 2048
+    steps: int = 20
+    repeats: int = 5
+    profile: bool = True
+
+    @property
+    def needed_steps(self) -> int:
+        """Steps that are all different: a loop to fill the slots, and those that are timed."""
+        return self.steps * (1 + self.repeats)
+
+    def __post_init__(self):
+        config, rows = self.config, self.draft_length + 1
+        least = config.num_experts_per_tok * rows
+        if not least <= self.hot < config.n_routed_experts:
+            raise UsageError(
+                f"{self.hot} hot experts, expected {least} (what {rows} rows may need) to {config.n_routed_experts - 1}"
+            )
+        limit = draft_limit(ROWS) if config.draft else 0
+        if self.draft_length > limit:
+            raise UsageError(f"k is {self.draft_length}, this program takes 0 to {limit}")
+        if self.context + real_step.SLACK > config.max_position_embeddings:
+            raise UsageError(f"context is {self.context}, the model ends at {config.max_position_embeddings}")
+        if self.slots < 1 or not self.shares or not all(0 < share < 1 for share in self.shares):
+            raise UsageError("expected at least one spare slot, and cold shares between 0 and 100 %")
+
+
+def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
+    """Times every cell; `say` hears one line of progress at a time. Returns the record, JSON-ready."""
+    request = dataclasses.replace(request, config=random_weights.with_small_memory(request.config))
+    config, device = request.config, jax.devices()[0]
+    programs = Programs(request, say)
+    bandwidth, link = real_step.copy_bandwidth(), link_bandwidth()
+    say(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s, link {link / 1e9:.1f} GB/s")
+    places = cold_routes.table(config, request.hot)
+    started = time.perf_counter()
+    experts = random_weights.popular_experts(config, config.n_routed_experts, request.draft_length + 1)
+    params = random_weights.fill(programs.params, config, experts)
+    params = jax.block_until_ready(dataclasses.replace(params, placement=jnp.asarray(places)))
+    cold = sum(pack.experts.cold.nbytes for pack in params.layers)
+    total = tree_bytes(params)
+    say(f"{(total - cold) / 1e9:.1f} GB of weights on the device, {cold / 1e9:.1f} GB beside it, in "
+        f"{time.perf_counter() - started:.0f} s")  # fmt: skip
+    bench = _Bench(request, programs, params, places, bandwidth, link, say)
+    rows = request.draft_length + 1
+    checks = bench.checked(cold_routes.made_up(config, places, _CHECKED_SHARE, rows, steps=1))
+    say(", ".join(f"{name}: {'same bits' if same else 'OTHER BITS'}" for name, same in checks.items()))
+    cells = []
+    for share in request.shares:
+        routes = cold_routes.made_up(config, places, share, rows, request.needed_steps)
+        cells += bench.cells(share, routes)
+        gc.collect()
+    return {
+        "schema": SCHEMA,
+        "device": {"platform": device.platform, "kind": device.device_kind},
+        "family": config.family,
+        "layers": config.num_hidden_layers,
+        "rows": ROWS,
+        "experts": config.n_routed_experts,
+        "hot_experts": request.hot,
+        "spare_slots": request.slots,
+        "expert_bytes": bench.expert_bytes,
+        "device_gigabytes": round((total - cold) / 1e9, 1),
+        "host_gigabytes": round(cold / 1e9, 1),
+        "dtype": REAL_NUMERICS.dtype.__name__,
+        "mode": "qat",
+        "bodies": programs.bodies.__name__,
+        "steps": request.steps,
+        "repeats": request.repeats,
+        "copy_bandwidth": round(bandwidth),
+        "link_bandwidth": round(link),
+        "weights": "random, made on the device",
+        "checks": checks,
+        "cells": cells,
+    }
+
+
+def link_bandwidth() -> float:
+    """Bytes/s of a copy from pinned host memory to the device, the median of a few."""
+    size = _LINK_BYTES if jax.default_backend() != "cpu" else 1 << 20
+    on_host = jax.device_put(jnp.zeros((size // 4,), jnp.int32), two_memories.host_memory())
+    taken = []
+    for _ in range(_LINK_COPIES):
+        started = time.perf_counter()
+        jax.block_until_ready(jax.device_put(on_host, jax.sharding.SingleDeviceSharding(jax.devices()[0])))
+        taken.append(time.perf_counter() - started)
+    return size / statistics.median(taken)
+
+
+class Programs:
+    """The step for two memories, and the one that knows no cold experts, compiled beside each other.
+
+    Both are run(params, stream, control, lists, position) -> (stream, result, next position). `params` are the weights
+    of the first as shapes.
+    """
+
+    def __init__(self, request: Request, say: Callable[[str], None]):
+        config, started = request.config, time.perf_counter()
+        self.shapes = Shapes(ROWS, ROWS, request.context + real_step.SLACK)
+        self.bodies = FusedBodies if backends.can_launch() else ReferenceBodies
+        params, _ = abstract_weights(config, REAL_NUMERICS, "fused")
+        self.params = two_memories.shapes(params, request.hot)
+        self.empty = jax.eval_shape(lambda: two_memories.nothing_kept(self.params, request.slots))
+        stream = jax.eval_shape(lambda: real_step.empty_stream(config, self.shapes))
+        control = jax.eval_shape(lambda: real_step.control_of(config, 0, ROWS))
+        ids = jnp.zeros((config.num_hidden_layers, 1, config.num_experts_per_tok), jnp.int32)
+        words = list_words(ids, ROWS * config.num_experts_per_tok)
+        lists = jax.ShapeDtypeStruct((request.needed_steps, *words.shape), jnp.int32)
+        position = jax.ShapeDtypeStruct((), jnp.int32)
+        step = planned_step(config, self.bodies)
+        lowered = [
+            jax.jit(step, donate_argnums=(1, 4)).lower(own, with_kept(stream, kept), control, lists, position)
+            for own, kept in ((self.params, self.empty), (without_cold(self.params), None))
+        ]
+        with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
+            options = compiler_options.here()
+            compiled = pool.map(lambda program: program.compile(compiler_options=options), lowered)
+            self.tiered, self.resident = compiled
+        say(f"{self.bodies.__name__}: two programs compiled in {time.perf_counter() - started:.0f} s")
+
+
+def planned_step(config: ModelConfig, bodies: type[ReferenceBodies]) -> Callable:
+    """The step (params, stream, control, plan) -> (stream, result, plan) whose backbone takes a plan's routes."""
+    entries, chosen = ROWS * config.num_experts_per_tok, config.num_experts_per_tok
+
+    def step(params: PackedModel, stream: Stream, control: Control, lists: jax.Array, position: jax.Array):
+        model, own = FusedModel(config, REAL_NUMERICS, params, bodies), lists[position]
+        layers = iter(own)
+
+        class PlannedBodies(bodies):
+            def boundary_and_route(self, *arguments):
+                made, _, ids = super().boundary_and_route(*arguments)
+                return made, _routes_of(next(layers), entries, chosen), ids
+
+        model.backbone.bodies = PlannedBodies
+        stream, result = speculative_step(model, stream, control, ROWS)
+        return stream, result, (position + 1) % lists.shape[0]
+
+    return step
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def list_words(ids: jax.Array, entries: int) -> jax.Array:
+    """The lists of experts of one step as int32 [L, X], for ids int32 [L, rows, K].
+
+    One array for all steps, and a position in it on the device: arguments that lie elsewhere in every step would make
+    the captured graph be written anew. Of a layer's words the first are the experts, then their number, then the slots.
+    """
+    rows, chosen = ids.shape[1:]
+    ids = jnp.pad(ids, ((0, 0), (0, ROWS - rows), (0, 0)))
+    weights, live = jnp.zeros((ROWS, chosen)), jnp.arange(ROWS) < rows
+
+    def words(own: jax.Array) -> jax.Array:
+        routes = reference.routes(own, weights, live, entries)
+        parts = routes.expert_ids, routes.count, routes.slot.reshape(-1)
+        return jnp.concatenate([jnp.pad(part, (0, -part.size % _WORDS)) for part in parts])
+
+    return jax.lax.map(words, ids)
+
+
+def _routes_of(words: jax.Array, entries: int, chosen: int) -> Routes:
+    """One layer's list, every expert with the same weight."""
+    count = -(-entries // _WORDS) * _WORDS
+    slot = words[count + _WORDS :][: entries * ROWS].reshape(entries, ROWS)
+    weight = jnp.full((entries, ROWS), 1 / chosen, jnp.float32)
+    return Routes(words[:entries], words[count : count + 1], weight, slot)
+
+
+def without_cold(params: PackedModel) -> PackedModel:
+    """The model with its hot experts only, by their slots."""
+    layers = tuple(dataclasses.replace(pack, experts=pack.experts.hot) for pack in params.layers)
+    return dataclasses.replace(params, layers=layers, placement=None)
+
+
+def with_kept(stream: Stream, kept: tiers.Kept | None) -> Stream:
+    """The stream with other spare slots."""
+    return dataclasses.replace(stream, decode=stream.decode.replace(kept=kept))
+
+
+class _Bench:
+    """Cells of one loaded model."""
+
+    def __init__(
+        self, request: Request, programs: Programs, params, places, bandwidth: float, link: float, say
+    ):
+        self.request, self.programs, self.say = request, programs, say
+        self.params = {"tiered": params, "resident": without_cold(params)}
+        self.places, self.bandwidth, self.link = places, bandwidth, link
+        self.expert_bytes = 4 * params.layers[0].experts.cold.shape[1]
+        config = request.config
+        self.control = real_step.control_of(config, request.draft_length, ROWS)
+        self.stream = real_step.noisy(real_step.empty_stream(config, programs.shapes))
+        self.kept = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), programs.empty)
+
+    def checked(self, routes: ColdRoutes) -> dict[str, bool]:
+        """Whether what must be the same is, bit for bit: caches behind a step, and the slots of kept experts."""
+        redirected = routes.redirected()
+        lists = self._lists(routes)
+        self.empty_slots()
+        missed, hit = self._caches("tiered", lists), self._caches("tiered", lists)
+        looked_at = {0, len(self.places) // 2, len(self.places) - 1}
+        right = [self._right_slots(layer) for layer in sorted(looked_at)]
+        self.empty_slots()
+        return {
+            "resident and redirected": _same(
+                self._caches("resident", self._lists(redirected, slots=True)),
+                self._caches("tiered", self._lists(redirected)),
+            ),
+            "missed and kept": _same(missed, hit),
+            "kept slots": any(right) and all(map(all, right)),
+        }
+
+    def cells(self, share: float, routes: ColdRoutes) -> list[dict[str, Any]]:
+        """The four cells of one cold share."""
+        steps = self.request.steps
+        redirected = ColdRoutes(routes.ids[:steps], routes.cold).redirected()
+        repeating = routes.repeating(REPEATED_STEPS)
+        every = {
+            "resident": ("resident", redirected, self._lists(redirected, slots=True)),
+            "redirected": ("tiered", redirected, self._lists(redirected)),
+            "cold": ("tiered", routes, self._lists(routes)),
+            "repeating": ("tiered", repeating, self._lists(repeating)),
+        }
+        made: list[dict[str, Any]] = []
+        for name, (program, given, lists) in every.items():
+            cell = {"cell": name, "asked_share": share, "share": round(given.share, 4)}
+            cell |= self._timed(program, lists, given.distinct)
+            baseline = made[0]["milliseconds"] if made else cell["milliseconds"]
+            cell["exposed_milliseconds"] = round(cell["milliseconds"] - baseline, 3)
+            cell["over_resident"] = round(cell["milliseconds"] / baseline, 4)
+            made.append(cell)
+            self.say(describe(cell))
+        return made
+
+    def empty_slots(self) -> None:
+        """Nothing is kept any more; what lies in the slots stays, and is nobody's."""
+        self.kept = tiers.Kept(self.kept.records, *(jnp.zeros_like(part) for part in self.kept[1:]))
+
+    def _timed(self, program: str, lists: jax.Array, distinct: float) -> dict[str, Any]:
+        request = self.request
+        self.empty_slots()
+        self.stream = real_step.at_context(self.stream, request.context, request.config)
+        self.position = jnp.int32(0)
+
+        def loop(steps: int):
+            for _ in range(steps):
+                result = self._step(program, lists)
+            return result
+
+        jax.block_until_ready(loop(request.steps))
+        before, taken = np.asarray(self.kept.counts), []
+        for _ in range(request.repeats):
+            started = time.perf_counter()
+            result = jax.block_until_ready(loop(request.steps))
+            taken.append((time.perf_counter() - started) / request.steps)
+        counted = (np.asarray(self.kept.counts) - before).sum(axis=0) / (request.steps * request.repeats)
+        cell = {
+            "k": request.draft_length,
+            "context": request.context,
+            "milliseconds": round(1e3 * statistics.median(taken), 3),
+            "spread": [round(1e3 * min(taken), 3), round(1e3 * max(taken), 3)],
+            "experts_per_layer": {"mean": round(distinct, 1)},
+            **{
+                f"{name}_per_step": round(float(count), 2)
+                for name, count in zip(tiers.COUNTED, counted, strict=True)
+            },
+            "usable": bool(result.usable),
+            "verified": int(result.drafted),
+        }
+        moved = cell["missed_per_step"] * self.expert_bytes
+        cell["gigabytes_moved"] = round(moved / 1e9, 4)
+        cell["link_milliseconds"] = round(1e3 * moved / self.link, 3)
+        if request.profile:
+            cell["profile"], _ = real_step.profiled(
+                lambda stream: (stream, loop(real_step.PROFILED_STEPS), None), None
+            )
+        return cell | real_step.beside_floor(request.config, cell, self.bandwidth)
+
+    def _step(self, program: str, lists: jax.Array):
+        kept = self.kept if program == "tiered" else None
+        run, params = getattr(self.programs, program), self.params[program]
+        stream, result, self.position = run(
+            params, with_kept(self.stream, kept), self.control, lists, self.position
+        )
+        if program == "tiered":
+            self.kept = stream.decode.kept
+        self.stream = with_kept(stream, None)
+        return result
+
+    def _caches(self, program: str, lists: jax.Array) -> list[np.ndarray]:
+        """The windows of all layers behind one step from the same state every time."""
+        config = self.request.config
+        self.stream = real_step.noisy(real_step.empty_stream(config, self.programs.shapes))
+        self.stream = real_step.at_context(self.stream, self.request.context, config)
+        self.position = jnp.int32(0)
+        self._step(program, lists)
+        return [np.asarray(window) for window in self.stream.decode.windows]
+
+    def _right_slots(self, layer: int) -> list[bool]:
+        """Of each used slot of a layer, whether it holds the expert it should."""
+        owners, cold = (
+            np.asarray(self.kept.owners[layer]),
+            np.asarray(self.params["tiered"].layers[layer].experts.cold),
+        )
+        records, used = np.asarray(self.kept.records[layer]), np.flatnonzero(owners)
+        homes = self.places[layer, owners[used] - 1, 1]
+        return [np.array_equal(records[slot], cold[home]) for slot, home in zip(used, homes, strict=True)]
+
+    def _lists(self, routes: ColdRoutes, slots: bool = False) -> jax.Array:
+        """The words of as many steps as a program takes; of `slots` of hot experts instead of ids."""
+        ids = routes.ids
+        if slots:
+            layer = np.arange(ids.shape[1])[:, None, None]
+            ids = self.places[layer, ids, 1]
+        entries = ROWS * ids.shape[-1]
+        words = [np.asarray(list_words(jnp.asarray(step, jnp.int32), entries)) for step in ids]
+        return jnp.asarray(np.resize(np.stack(words), (self.request.needed_steps, *words[0].shape)))
+
+
+def _same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
+    return all(one.tobytes() == other.tobytes() for one, other in zip(first, second, strict=True))
+
+
+def describe(cell: dict[str, Any]) -> str:
+    """One cell in one line."""
+    return (
+        f"{100 * cell['asked_share']:g} % {cell['cell']}: {cell['milliseconds']:.2f} ms ({cell['over_resident']:.3f} "
+        f"of resident, {cell['exposed_milliseconds']:+.2f} ms), floor {cell['floor_milliseconds']:.2f} ms, "
+        f"{cell['cold_per_step']:.1f} cold experts a step, {cell['missed_per_step']:.1f} missed, "
+        f"{cell['gigabytes_moved']:.3f} GB moved in at least {cell['link_milliseconds']:.2f} ms"
+        f"{'' if cell['usable'] else '; LOGITS NOT FINITE'}"
+    )
