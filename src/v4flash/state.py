@@ -13,7 +13,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.experts.tiers import Kept
 from v4flash.config import OVERLAPPED_RATIO, ModelConfig
 
 _ALIGN = 8
@@ -62,7 +61,6 @@ class DecodeState:
       pending: {layer: [R, 2, C]} float32 ring of compressor values and gates.
       index_pending: {layer: [R, 2, C]} the same for an index compressor of its own.
       draft_windows: per drafter stage [R, head_dim], ring of context rows (committed positions only).
-      kept: cold experts that stay on the device, None where none are cold. Nothing that a stream says depends on it.
     """
 
     length: jax.Array
@@ -73,7 +71,6 @@ class DecodeState:
     pending: dict[int, jax.Array]
     index_pending: dict[int, jax.Array]
     draft_windows: tuple[jax.Array, ...]
-    kept: Kept | None = None
 
     @classmethod
     def create(cls, config: ModelConfig, context: int, max_rows: int, dtype=jnp.float32) -> "DecodeState":

@@ -32,31 +32,31 @@ def test_cold_experts_change_no_bit_and_moving_one_compiles_nothing(family):
     config, numerics, resident = toy.config, toy.numerics, pack_model(toy.model)
     compiled = []
 
-    def one_pass(packed, tokens, state, count):
+    def one_pass(packed, kept, tokens, state, count):
         compiled.append(count)
-        model = FusedModel(config, numerics, packed, ReferenceBodies)
+        model = FusedModel(config, numerics, packed, ReferenceBodies, kept)
         output, state = model.backbone.trunk(tokens, state, count)
-        return model.backbone.logits(output.hidden), output.routes, state.advance(count)
+        return model.backbone.logits(output.hidden), output.routes, model.backbone.kept, state.advance(count)
 
     run, tokens = jax.jit(one_pass), np.random.default_rng(1).integers(2, 90, (8, ROWS)).astype(np.int32)
     state = toy.state(CONTEXT, ROWS)
     expected = []
     for row in tokens:
-        logits, routes, state = run(resident, row, state, jnp.int32(5))
+        logits, routes, _, state = run(resident, None, row, state, jnp.int32(5))
         expected.append((np.asarray(logits)[:5], [np.asarray(ids)[:5] for ids in routes]))
     assert len(compiled) == 1
     for seed in (2, 3):
         packed = two_memories.in_two_memories(resident, table_of(config, 3, seed))
         assert all(layer.experts.cold.sharding.memory_kind == "pinned_host" for layer in packed.layers)
-        state = toy.state(CONTEXT, ROWS).replace(kept=two_memories.nothing_kept(packed, 2))
+        state, kept = toy.state(CONTEXT, ROWS), two_memories.nothing_kept(packed, 2)
         table, wanted = np.asarray(packed.placement), 0
         for row, (logits, routes) in zip(tokens, expected, strict=True):
-            found, found_routes, state = run(packed, row, state, jnp.int32(5))
+            found, found_routes, kept, state = run(packed, kept, row, state, jnp.int32(5))
             np.testing.assert_array_equal(np.asarray(found)[:5], logits)
             for layer, (ids, other) in enumerate(zip(found_routes, routes, strict=True)):
                 np.testing.assert_array_equal(np.asarray(ids)[:5], other)
                 wanted += sum(table[layer, expert, 0] for expert in np.unique(other))
-        counts = np.asarray(state.kept.counts).sum(axis=0)
+        counts = np.asarray(kept.counts).sum(axis=0)
         assert counts[0] == wanted and 0 < counts[2] <= counts[1] <= wanted
     assert len(compiled) == 2  # once resident, once in two memories, whatever the table
 

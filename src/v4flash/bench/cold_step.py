@@ -162,8 +162,8 @@ def link_bandwidth() -> float:
 class Programs:
     """The step for two memories, and the one that knows no cold experts, compiled beside each other.
 
-    Both are run(params, stream, control, lists, position) -> (stream, result, next position). `params` are the weights
-    of the first as shapes.
+    Both are run(params, kept, stream, control, lists, position) -> (result, kept, stream, next position), with None for
+    what is kept in the second. `params` and `empty` are the weights of the first, and what it keeps, as shapes.
     """
 
     def __init__(self, request: Request, say: Callable[[str], None]):
@@ -181,7 +181,7 @@ class Programs:
         position = jax.ShapeDtypeStruct((), jnp.int32)
         step = planned_step(config, self.bodies)
         lowered = [
-            jax.jit(step, donate_argnums=(1, 4)).lower(own, with_kept(stream, kept), control, lists, position)
+            jax.jit(step, donate_argnums=(1, 2, 5)).lower(own, kept, stream, control, lists, position)
             for own, kept in ((self.params, self.empty), (without_cold(self.params), None))
         ]
         with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
@@ -192,12 +192,13 @@ class Programs:
 
 
 def planned_step(config: ModelConfig, bodies: type[ReferenceBodies]) -> Callable:
-    """The step (params, stream, control, plan) -> (stream, result, plan) whose backbone takes a plan's routes."""
+    """The step of `Programs`: its backbone takes the routes at one position of `lists` (`list_words`)."""
     entries, chosen = ROWS * config.num_experts_per_tok, config.num_experts_per_tok
 
-    def step(params: PackedModel, stream: Stream, control: Control, lists: jax.Array, position: jax.Array):
-        model, own = FusedModel(config, REAL_NUMERICS, params, bodies), lists[position]
-        layers = iter(own)
+    def step(
+        params: PackedModel, kept, stream: Stream, control: Control, lists: jax.Array, position: jax.Array
+    ):
+        model, layers = FusedModel(config, REAL_NUMERICS, params, bodies, kept), iter(lists[position])
 
         class PlannedBodies(bodies):
             def boundary_and_route(self, *arguments):
@@ -206,7 +207,7 @@ def planned_step(config: ModelConfig, bodies: type[ReferenceBodies]) -> Callable
 
         model.backbone.bodies = PlannedBodies
         stream, result = speculative_step(model, stream, control, ROWS)
-        return stream, result, (position + 1) % lists.shape[0]
+        return result, model.backbone.kept, stream, (position + 1) % lists.shape[0]
 
     return step
 
@@ -242,11 +243,6 @@ def without_cold(params: PackedModel) -> PackedModel:
     """The model with its hot experts only, by their slots."""
     layers = tuple(dataclasses.replace(pack, experts=pack.experts.hot) for pack in params.layers)
     return dataclasses.replace(params, layers=layers, placement=None)
-
-
-def with_kept(stream: Stream, kept: tiers.Kept | None) -> Stream:
-    """The stream with other spare slots."""
-    return dataclasses.replace(stream, decode=stream.decode.replace(kept=kept))
 
 
 class _Bench:
@@ -351,12 +347,9 @@ class _Bench:
     def _step(self, program: str, lists: jax.Array):
         kept = self.kept if program == "tiered" else None
         run, params = getattr(self.programs, program), self.params[program]
-        stream, result, self.position = run(
-            params, with_kept(self.stream, kept), self.control, lists, self.position
-        )
-        if program == "tiered":
-            self.kept = stream.decode.kept
-        self.stream = with_kept(stream, None)
+        made = run(params, kept, self.stream, self.control, lists, self.position)
+        result, kept, self.stream, self.position = made
+        self.kept = self.kept if kept is None else kept
         return result
 
     def _caches(self, program: str, lists: jax.Array) -> list[np.ndarray]:

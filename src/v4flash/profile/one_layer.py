@@ -81,17 +81,21 @@ def compiled_layer(
     numerics = deviceless.REAL_NUMERICS
     params, build = deviceless.abstract_weights(model, numerics, backend)
     state = jax.eval_shape(lambda: new_state(model, numerics, Shapes(8, 8, context)))
+    kept = None
     if hot is not None:
         params = two_memories.shapes(params, hot)
-        state = state.replace(kept=jax.eval_shape(lambda: two_memories.nothing_kept(params, _SPARE_SLOTS)))
+        kept = jax.eval_shape(lambda: two_memories.nothing_kept(params, _SPARE_SLOTS))
     rows, scalar = jax.ShapeDtypeStruct((8,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
 
-    def trunk(params, stream, tokens, count):
-        output, stream = build(params).backbone.trunk(tokens, stream, count)
-        return stream, output.hidden
+    def trunk(params, stream, kept, tokens, count):
+        backbone = build(params).backbone
+        backbone.kept = kept
+        output, stream = backbone.trunk(tokens, stream, count)
+        return stream, backbone.kept, output.hidden
 
-    compiled = deviceless.compile_for(targets.target(target), trunk, (params, state, rows, scalar), donated=1)
-    report = executable_report.report(compiled, deviceless.tree_bytes(state))
+    arguments = params, state, kept, rows, scalar
+    compiled = deviceless.compile_for(targets.target(target), trunk, arguments, donated=(1, 2))
+    report = executable_report.report(compiled, deviceless.tree_bytes((state, kept)))
     return {
         "kernels": [
             (scope.rpartition("/")[2] if "layer_" in scope else "", name)

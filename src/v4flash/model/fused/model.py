@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.engram.reference import Memory
+from pallas_kernels.experts.tiers import Kept
 from pallas_kernels.hyper_connections import reference as boundaries
 from pallas_kernels.hyper_connections.reference import Output
 from pallas_kernels.key_rows.reference import Caches, Rows
@@ -33,10 +34,17 @@ ROWS = 8
 
 
 class FusedBackbone:
-    """The target; offers `trunk` and `logits` as `backbone.Backbone` does."""
+    """The target; offers `trunk` and `logits` as `backbone.Backbone` does.
 
-    def __init__(self, config: ModelConfig, numerics: Numerics, packed: PackedModel, bodies):
+    Attributes:
+      kept: the cold experts on the device, None where none are cold; every pass puts what it made of them here.
+    """
+
+    def __init__(
+        self, config: ModelConfig, numerics: Numerics, packed: PackedModel, bodies, kept: Kept | None = None
+    ):
         self.config, self.numerics, self.packed, self.bodies = config, numerics, packed, bodies
+        self.kept = kept
 
     def embedded(self, tokens: jax.Array) -> jax.Array:
         """Equal streams [R, S, D] of the tokens' embeddings."""
@@ -58,7 +66,7 @@ class FusedBackbone:
         tapped = {index if config.taps_are_inputs else index + 1 for index in targets}
         source, output, selection = (packed.embed, tokens), None, Selection()
         coefficients = boundaries.first_coefficients(tokens.shape[0], spec) if spec.delayed else None
-        means, routes, looked_at = {}, [], []
+        means, routes, kept = {}, [], []
         for layer, pack in zip(config.layers, packed.layers, strict=True):
             with jax.named_scope(f"layer_{layer.index}"):
                 if layer.index in packed.engrams:
@@ -73,14 +81,13 @@ class FusedBackbone:
                 with jax.named_scope("ffn"):
                     cold = None
                     if packed.placement is not None:
-                        cold = layers.ColdExperts(layer.index, packed.placement, state.kept)
-                    source, coefficients, output, ids, kept = layers.feed_forward(
+                        cold = layers.ColdExperts(layer.index, packed.placement, self.kept)
+                    source, coefficients, output, ids, self.kept = layers.feed_forward(
                         run, pack, made, parts, config.num_experts_per_tok, config.n_routed_experts, cold
                     )
-                    state = state.replace(kept=kept)
                 routes.append(ids)
             if keep_streams:
-                looked_at.append(self._streams(source, coefficients, output))
+                kept.append(self._streams(source, coefficients, output))
         with jax.named_scope("head"):
             last, tap = config.num_hidden_layers, config.num_hidden_layers in tapped
             head = projection(packed.floats, "hc_head") if "hc_head.fn" in packed.floats else None
@@ -90,7 +97,7 @@ class FusedBackbone:
             if tap:
                 means[last] = made.tap
         joined = jnp.concatenate([means[i] for i in sorted(tapped)], axis=-1) if targets else None
-        return TrunkOutput(made.hidden, joined, routes, looked_at, []), state
+        return TrunkOutput(made.hidden, joined, routes, kept, []), state
 
     def logits(self, hidden: jax.Array, weight: jax.Array | None = None) -> jax.Array:
         """float32 logits [R, V] of hidden rows [R, D]; `weight` is that of the norm, by default the final one."""
@@ -250,7 +257,8 @@ class FusedDrafter:
 class FusedModel:
     """Target and drafter over one set of packed weights.
 
-    Args: packed, from `packing.pack_model`; bodies, FusedBodies or ReferenceBodies.
+    Args: packed, from `packing.pack_model`; bodies, FusedBodies or ReferenceBodies; kept, the cold experts on the
+    device where some lie in host memory (`two_memories`), which passes change.
     """
 
     def __init__(
@@ -259,7 +267,8 @@ class FusedModel:
         numerics: Numerics,
         packed: PackedModel,
         bodies: type[ReferenceBodies] = FusedBodies,
+        kept: Kept | None = None,
     ):
         self.config, self.numerics = config, numerics
-        self.backbone = FusedBackbone(config, numerics, packed, bodies)
+        self.backbone = FusedBackbone(config, numerics, packed, bodies, kept)
         self.drafter = FusedDrafter(config, numerics, packed, bodies) if packed.stages else None
