@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import launch
+from pallas_kernels.experts.tiers import Kept
 from v4flash.checkpoint.inventory import abstract_model
 from v4flash.config import ModelConfig
 from v4flash.errors import CapacityError, UsageError, V4FlashError
@@ -183,12 +184,21 @@ def module_form(graphdef: nnx.GraphDef) -> WeightForm:
 
 
 def packed_form(config: ModelConfig, numerics: Numerics, bodies: type[ReferenceBodies]) -> WeightForm:
-    """Weights as PackedModel, their operations with `bodies`."""
+    """Weights as PackedModel, or that and what is kept of cold experts as ChangingWeights; operations with `bodies`."""
+
+    def parts(packed: PackedModel | ChangingWeights) -> tuple[PackedModel, Kept | None]:
+        return (packed.kept, packed.changed) if isinstance(packed, ChangingWeights) else (packed, None)
+
+    def model(packed: PackedModel | ChangingWeights, bodies: type[ReferenceBodies] = bodies) -> FusedModel:
+        weights, kept = parts(packed)
+        return FusedModel(config, numerics, weights, bodies, kept)
+
     return WeightForm(
         (FUSED, bodies.__name__),
-        lambda packed: FusedModel(config, numerics, packed, bodies),
-        lambda packed: FusedModel(config, numerics, packed, ReferenceBodies),
-        lambda packed: backbone_tensors(config, packed),
+        model,
+        lambda packed: model(packed, ReferenceBodies),
+        lambda packed: backbone_tensors(config, parts(packed)[0]),
+        lambda model: model.backbone.kept,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from v4flash.checkpoint.loading import LoadedModel, with_drafter
 from v4flash.config import ModelConfig
-from v4flash.engine import backends, host_way
+from v4flash.engine import backends, fused_host_way, host_way
 from v4flash.engine.programs import Programs, Shapes
 from v4flash.errors import UsageError
 from v4flash.model.numerics import Numerics
@@ -94,7 +94,10 @@ class Opening:
 
 
 Opener = Callable[[Opening], tuple[LoadedModel, Programs]]
-OPENERS: dict[tuple[str, str], Opener] = {(HOST, backends.XLA): host_way.open_host}
+OPENERS: dict[tuple[str, str], Opener] = {
+    (HOST, backends.XLA): host_way.open_host,
+    (HOST, backends.FUSED): fused_host_way.open_host,
+}
 
 
 def opener(way: str, backend: str) -> Opener:

@@ -26,14 +26,14 @@ def host_memory(device: jax.Device | None = None) -> jax.sharding.Sharding:
     return jax.sharding.SingleDeviceSharding(device or jax.devices()[0], memory_kind=PINNED)
 
 
-def moved_to_host(experts: PackedExperts) -> jax.Array:
-    """Packed experts [n, ...] as records int32 [n, P] in pinned host memory.
+def moved_to_host(experts: PackedExperts, memory: jax.sharding.Sharding | None = None) -> jax.Array:
+    """Packed experts [n, ...] as records int32 [n, P] in the host's memory, pinned unless `memory` says another.
 
     Raises CapacityError where that is refused.
     """
     records = _records(experts)
     try:
-        return jax.block_until_ready(jax.device_put(records, host_memory()))
+        return jax.block_until_ready(jax.device_put(records, memory or host_memory()))
     except (RuntimeError, ValueError) as error:
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CapacityError(
@@ -69,14 +69,15 @@ def in_two_memories(packed: PackedModel, table: np.ndarray) -> PackedModel:
     return dataclasses.replace(packed, layers=layers, placement=jnp.asarray(table, jnp.int32))
 
 
-def shapes(params: PackedModel, hot: int) -> PackedModel:
+def shapes(params: PackedModel, hot: int, memory: jax.sharding.Sharding | None = None) -> PackedModel:
     """A packed model's shapes with `hot` routed experts of each backbone layer on the device, the rest beside it."""
+    memory = memory or host_memory()
 
     def layer(pack: PackedLayer) -> PackedLayer:
         experts = pack.experts
         of_hot = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((hot, *leaf.shape[1:]), leaf.dtype), experts)
         shape = (stacked(experts) - hot, tiers.record_words(experts))
-        cold = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=host_memory())
+        cold = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=memory)
         return dataclasses.replace(pack, experts=TieredExperts(of_hot, cold))
 
     table = jax.ShapeDtypeStruct((len(params.layers), stacked(params.layers[0].experts), 2), jnp.int32)
