@@ -1,4 +1,7 @@
-"""The expert launches as cases to check and to time."""
+"""The expert launches as cases to check and to time.
+
+Cold experts of these cases lie on the device as well: what the link costs is timed with a whole step.
+"""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +9,7 @@ import numpy as np
 
 from pallas_kernels import bench_case, tiles, tuning
 from pallas_kernels.bench_case import (
+    EXACT,
     HALVES,
     ROUNDED,
     SUMS,
@@ -15,11 +19,13 @@ from pallas_kernels.bench_case import (
     random_fp4,
     random_fp8,
 )
-from pallas_kernels.experts import reference
+from pallas_kernels.experts import reference, tiers
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.specs import SPECS, ExpertSpec
+from pallas_kernels.experts.tiers import TieredExperts
 
 RESIDENT = 128  # packed experts to choose from
+HOT, SLOTS = 112, 3  # of them, and spare slots, where some are cold
 LIVE = 7
 CALLS = 8  # each with other experts
 DISTINCT = {"v4-flash": 30, "v4.1-flash": 30, "v4.1-flash drafter": 18, "demo": 10}
@@ -60,8 +66,14 @@ def random_hidden(spec: ExpertSpec, seed: int) -> reference.Hidden:
 
 
 def cases() -> tuple[OperationCase, ...]:
-    """Gate and up, then down, of some listed experts and the shared one; and down of given hidden rows."""
-    return tuple(_case(name, SPECS[name], distinct) for name, distinct in DISTINCT.items())
+    """Gate and up, then down, of some listed experts and the shared one; and down of given hidden rows.
+
+    Then the same where some experts are cold, of which a step misses more than there are slots.
+    """
+    return (
+        *(_case(name, SPECS[name], distinct) for name, distinct in DISTINCT.items()),
+        *(_tiered_case(name, SPECS[name], DISTINCT[name]) for name in ("v4-flash", "v4.1-flash")),
+    )
 
 
 def _case(name: str, spec: ExpertSpec, distinct: int) -> OperationCase:
@@ -109,4 +121,50 @@ def _case(name: str, spec: ExpertSpec, distinct: int) -> OperationCase:
         choices={
             tuning.by_shape(spec.width, spec.channels, what=product): TILES for product in ("gate_up", "down")
         },
+    )  # fmt: skip
+
+
+def _tiered_case(name: str, spec: ExpertSpec, distinct: int) -> OperationCase:
+    dtype = jnp.dtype(spec.dtype)
+    options = (
+        dict(limit=spec.limit, dtype=dtype),
+        dict(chosen=spec.chosen, round_block=spec.block, dtype=dtype),
+    )
+
+    def operands(calls):
+        rows = jax.ShapeDtypeStruct((tiles.ROWS, spec.width), jnp.float16)
+        hot, own = random_experts(spec, HOT)
+        outside = PackedExperts(
+            *(random_fp4(6 + i, part) for i, part in enumerate(spec.routed(RESIDENT - HOT)))
+        )
+        experts = TieredExperts(hot, tiers.to_records(outside))
+        order = jnp.asarray(np.random.default_rng(7).permutation(RESIDENT), jnp.int32)
+        table = jnp.stack([order >= HOT, order - jnp.where(order >= HOT, HOT, 0)], axis=-1).astype(jnp.int32)
+        kept = tiers.empty(1, SLOTS, tiers.record_words(hot))
+        shared = (bench_case.random_rows(4, rows, spec.block), experts, own, table[None], kept)
+        return shared, [random_routes(spec, seed, distinct) for seed in range(calls)]
+
+    def outputs(body, options, shared, routes):
+        x, experts, own, table, kept = shared
+        places, kept = body.place(jnp.int32(0), table, routes, kept)
+        hidden, records = body.gate_up(x, experts, own, routes, places, kept.records[0], **options[0])
+        partial, records = body.down(hidden, experts, own, routes, places, records, **options[1])
+        state = jnp.concatenate([part.reshape(-1) for part in kept[1:]])
+        made = {"output": partial[:LIVE], "places": places, "state": state, "records": records}
+        return made, kept.with_records(0, records)
+
+    def fused(shared, routes):
+        from pallas_kernels.experts import tiered
+
+        sized = tuple(own | dict(scale_block=spec.block) for own in options)
+        made, kept = outputs(tiered, sized, shared, routes)
+        return made, (nudged(shared[0], made["output"][:1, -1, :1]), *shared[1:4], kept)
+
+    listed = spec.routed(distinct)
+    return OperationCase(
+        "experts", f"{name} experts in two memories, {distinct} and the shared one",
+        ("place_experts", "gate_up_tiered", "down_tiered"),
+        sum(matrix.bytes for matrix in (*listed, *spec.shared())), CALLS, operands, fused,
+        lambda shared, routes: outputs(tiers, options, shared, routes)[0],
+        {"output": ROUNDED, "places": EXACT, "state": EXACT, "records": EXACT},
     )  # fmt: skip

@@ -9,7 +9,8 @@ import triton
 
 from pallas_kernels import launch, tiles
 from pallas_kernels.device_numbers import triton_type
-from pallas_kernels.experts import fused, tier_kernels, tiers
+from pallas_kernels.experts import fused, tiers
+from pallas_kernels.experts import tier_kernels as kernels
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.reference import PEAK_CHANNELS, Hidden, Routes
 from pallas_kernels.experts.tiers import Kept, TieredExperts
@@ -22,7 +23,7 @@ def place(layer: jax.Array, table: jax.Array, routes: Routes, kept: Kept) -> tup
         raise ValueError(f"the table is {table.dtype} {table.shape}, expected int32 ({layers}, experts, 2)")
     state = [kept.owners, kept.ages, kept.counts]
     places, *state = launch.call(
-        tier_kernels.place_experts,
+        kernels.place_experts,
         layer.reshape(1),
         table,
         routes.expert_ids,
@@ -75,7 +76,7 @@ def gate_up(
         records,
     ]
     *made, records = launch.call(
-        tier_kernels.gate_up_tiered,
+        kernels.gate_up_tiered,
         *operands,
         grid=(width // 16, 1 + entries),
         outputs=[
@@ -124,7 +125,7 @@ def down(
     offsets = tiers.record_offsets(experts.hot)
     operands = [*hidden, *hot, *shared.down, experts.cold, places, routes.slot, records]
     partial, records = launch.call(
-        tier_kernels.down_tiered,
+        kernels.down_tiered,
         *operands,
         grid=(columns // tiles.TILE, 1 + entries),
         outputs=[

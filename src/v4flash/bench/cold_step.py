@@ -186,6 +186,9 @@ class Programs:
         ]
         with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
             options = compiler_options.here()
+            if options:
+                # The compiler takes host memory for the device's, finds too little, and would recompute values.
+                options = options | {"xla_disable_hlo_passes": "rematerialization"}
             compiled = pool.map(lambda program: program.compile(compiler_options=options), lowered)
             self.tiered, self.resident = compiled
         say(f"{self.bodies.__name__}: two programs compiled in {time.perf_counter() - started:.0f} s")
