@@ -1,4 +1,4 @@
-"""How a launch is lowered: slices become offsets, what is updated in place stays itself, and no number is a parameter."""
+"""How a launch is lowered: slices become offsets, what is updated in place stays itself, no number is a parameter."""
 
 import re
 
