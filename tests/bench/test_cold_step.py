@@ -116,3 +116,26 @@ def test_options_of_one_way_are_refused_for_the_other(tmp_path, capsys):
     ):
         assert main([*given, *more]) == 2
         assert word in capsys.readouterr().err
+
+
+@pytest.mark.slow  # two programs are compiled
+def test_plain_modules_are_timed_in_the_same_cells(tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(tiny_json(drafter=True)))
+    code = main(
+        [
+            "bench", "--random-weights", "--config", str(tmp_path / "config.json"), "--experts", "host",
+            "--backend", "xla", "--hot-experts", "5", "--cold-share", "20", "--spare-slots", "2", "--k", "1",
+            "--context", "200", "--steps", "4", "--repeats", "2", "--device", "cpu", "--quiet", "--json",
+        ]
+    )  # fmt: skip
+    assert code == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["bodies"] == "plain modules"
+    assert record["checks"] == {"resident and redirected": True, "missed and kept": True}
+    resident, redirected, cold, repeating = record["cells"]
+    assert resident["cold_per_step"] == redirected["cold_per_step"] == 0 < cold["missed_per_step"]
+    assert cold["missed_per_step"] <= cold["cold_per_step"]
+    assert repeating["missed_per_step"] <= repeating["cold_per_step"]
+    moved = cold["missed_per_step"] * record["expert_bytes"] / 1e9
+    assert cold["gigabytes_moved"] == pytest.approx(moved, abs=1e-4)
+    assert all(cell["usable"] and cell["verified"] == 1 for cell in record["cells"])

@@ -1,5 +1,7 @@
 """One layer at real shapes, fused by hand: these launches in this order, whatever else changes."""
 
+import re
+
 import pytest
 
 from pallas_kernels import launch
@@ -31,3 +33,13 @@ def test_cold_experts_cost_one_launch_and_no_copy():
     found = one_layer.layer("v4-flash-0731", "h200", "fused", hot=200)
     assert [name for scope, name in found.kernels if scope == "ffn"] == COLD_EXPERTS
     assert found.copied_weights == 0 and found.not_in_place == ()
+
+
+def test_plain_modules_fetch_cold_experts_in_loops_and_copy_no_stack():
+    found = one_layer.layer("v4-flash-0731", "h200", "xla", hot=200)
+    loops = {scope for scope in re.findall(r'op_name="([^"]*)"', found.hlo) if scope.endswith("/cold/while")}
+    assert len(loops) == 1
+    # Hot, cold and spare ones: XLA decodes what it gathers of them, but moves none as a whole.
+    assert re.search(r"u8\[56,2048,2048\]", found.hlo) and re.search(r"u8\[8,2048,2048\]", found.hlo)
+    assert not re.search(r"= u8\[(200|56|8),\d+,\d+\]\S* copy\(", found.hlo)
+    assert found.not_in_place == ()

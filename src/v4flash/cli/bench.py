@@ -178,16 +178,17 @@ def _resident(options: argparse.Namespace) -> tuple[Timed, Shown]:
 
 def _cold(options: argparse.Namespace) -> tuple[Timed, Shown]:
     """What times a step with cold experts in host memory, and what shows its record."""
-    from v4flash.bench import cold_step
+    from v4flash.bench import cold_step, plain_cold_step
     from v4flash.config import ModelConfig
     from v4flash.profile.budget import configuration
 
     k, context = options.k or numbers(_K_COLD), options.context or numbers(_CONTEXT_COLD)
     if options.hot_experts is None:
         raise UsageError("--experts host needs --hot-experts")
-    if options.backend != "fused" or options.experts_resident or options.rows != cold_step.ROWS:
+    timed = {"fused": cold_step.run, "xla": plain_cold_step.run}.get(options.backend)
+    if timed is None or options.experts_resident or options.rows != cold_step.ROWS:
         raise UsageError(
-            f"--experts host times backend fused, passes of {cold_step.ROWS} rows, and all experts"
+            f"--experts host times one backend, xla or fused, passes of {cold_step.ROWS} rows, and all experts"
         )
     if len(k) != 1 or len(context) != 1:
         raise UsageError("--experts host takes one draft length and one context")
@@ -202,7 +203,7 @@ def _cold(options: argparse.Namespace) -> tuple[Timed, Shown]:
         repeats=options.repeats,
         profile=not options.no_profile,
     )
-    return functools.partial(cold_step.run, request), cold_text
+    return functools.partial(timed, request), cold_text
 
 
 def cold_text(record: dict[str, Any]) -> str:

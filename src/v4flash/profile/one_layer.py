@@ -5,6 +5,7 @@ Does not know: the step around the layer.
 """
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -41,7 +42,7 @@ def layer(
     """Compiles one layer with compression `ratio` of the V4 model `config` for 'h200' or 'gb300'.
 
     With `hot` only so many of its experts are on the device, the others in host memory; the compiler does not see that
-    memory without a GPU, and takes both for the device's.
+    memory without a GPU, and takes both for the device's. Backend xla then has loops, whose kernels are counted once.
     `config` is a file, or the name of one in configs/models. It runs in a process of its own, a quarter of a minute.
     Raises what `budget.budget` raises.
     """
@@ -71,27 +72,21 @@ def compiled_layer(
     import jax.numpy as jnp
 
     from v4flash.config import ModelConfig
+    from v4flash.engine.backends import ChangingWeights
     from v4flash.engine.programs import Shapes, new_state
-    from v4flash.model.fused import two_memories
     from v4flash.profile import deviceless, executable_report, targets
 
     path = configuration(config)
     raw = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
     model = ModelConfig.from_dict(one_layer_json(raw, ratio))
-    numerics = deviceless.REAL_NUMERICS
-    params, build = deviceless.abstract_weights(model, numerics, backend)
-    state = jax.eval_shape(lambda: new_state(model, numerics, Shapes(8, 8, context)))
-    kept = None
-    if hot is not None:
-        params = two_memories.shapes(params, hot)
-        kept = jax.eval_shape(lambda: two_memories.nothing_kept(params, _SPARE_SLOTS))
+    params, kept, form = _weights(model, backend, hot)
+    state = jax.eval_shape(lambda: new_state(model, deviceless.REAL_NUMERICS, Shapes(8, 8, context)))
     rows, scalar = jax.ShapeDtypeStruct((8,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
 
     def trunk(params, stream, kept, tokens, count):
-        backbone = build(params).backbone
-        backbone.kept = kept
-        output, stream = backbone.trunk(tokens, stream, count)
-        return stream, backbone.kept, output.hidden
+        found = form.model(params if hot is None else ChangingWeights(params, kept))
+        output, stream = found.backbone.trunk(tokens, stream, count)
+        return stream, None if hot is None else form.changed(found), output.hidden
 
     arguments = params, state, kept, rows, scalar
     compiled = deviceless.compile_for(targets.target(target), trunk, arguments, donated=(1, 2))
@@ -105,6 +100,35 @@ def compiled_layer(
         "not_in_place": report.not_in_place,
         "hlo": compiled.hlo,
     }
+
+
+def _weights(model, backend: str, hot: int | None) -> tuple[Any, Any, Any]:
+    """Weights that stay and those that a pass changes, as shapes, and how a model comes out of them (a WeightForm)."""
+    import flax.nnx as nnx
+    import jax
+
+    from v4flash.checkpoint.inventory import abstract_model
+    from v4flash.engine import backends
+    from v4flash.model.experts import Experts
+    from v4flash.model.fused import two_memories
+    from v4flash.model.fused.bodies import FusedBodies
+    from v4flash.model.host_experts import CACHE, HostExperts
+    from v4flash.profile.deviceless import REAL_NUMERICS, abstract_weights
+
+    if backend == backends.FUSED:
+        form = backends.packed_form(model, REAL_NUMERICS, FusedBodies)
+        params, _ = abstract_weights(model, REAL_NUMERICS, backend)
+        if hot is None:
+            return params, None, form
+        params = two_memories.shapes(params, hot)
+        return params, jax.eval_shape(lambda: two_memories.nothing_kept(params, _SPARE_SLOTS)), form
+    routed = Experts if hot is None else functools.partial(HostExperts, hot=hot, spare=_SPARE_SLOTS)
+    graphdef, variables = abstract_model(model, REAL_NUMERICS, routed)
+    parts = [
+        nnx.from_flat_state([(path, variable) for path, variable in variables if (CACHE in path) == changed])
+        for changed in (False, True)
+    ]
+    return parts[0], None if hot is None else parts[1], backends.module_form(graphdef)
 
 
 if __name__ == "__main__":
