@@ -85,7 +85,7 @@ def put(
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CapacityError(
             f"{memory.memory_kind} memory refused {cold.nbytes / 1e9:.2f} GB of layer {layer}'s cold experts ({said}); "
-            "raise --hot-experts, or the limit of locked memory (ulimit -l)"
+            "raise --hot-experts, or XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, how much JAX pins (64 unless set)"
         ) from error
     return {stack_path(path, HOT_STACK): jax.device_put(hot), stack_path(path, COLD_STACK): outside}
 
