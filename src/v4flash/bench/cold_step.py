@@ -185,10 +185,7 @@ class Programs:
             for own, kept in ((self.params, self.empty), (without_cold(self.params), None))
         ]
         with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
-            options = compiler_options.here()
-            if options:
-                # The compiler takes host memory for the device's, finds too little, and would recompute values.
-                options = options | {"xla_disable_hlo_passes": "rematerialization"}
+            options = compiler_options.here(host_memory=True)
             compiled = pool.map(lambda program: program.compile(compiler_options=options), lowered)
             self.tiered, self.resident = compiled
         say(f"{self.bodies.__name__}: two programs compiled in {time.perf_counter() - started:.0f} s")

@@ -20,6 +20,12 @@ _CAPTURED = (
 GPU_OPTIONS = {"xla_gpu_enable_command_buffer": ",".join(_CAPTURED), "xla_gpu_graph_min_graph_size": 1}
 
 
-def here() -> dict[str, str | int]:
-    """The options for the default device."""
-    return GPU_OPTIONS if jax.default_backend() == "gpu" else {}
+# Without a limit that arguments in the host's memory would seem to exceed: beyond it values are computed twice.
+_WITH_HOST_MEMORY = {"xla_disable_hlo_passes": "rematerialization"}
+
+
+def here(*, host_memory: bool = False) -> dict[str, str | int]:
+    """The options for the default device; `host_memory` says that some arguments lie in the host's."""
+    if jax.default_backend() != "gpu":
+        return {}
+    return GPU_OPTIONS | (_WITH_HOST_MEMORY if host_memory else {})

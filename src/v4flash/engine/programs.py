@@ -268,7 +268,9 @@ def executable(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_kept_sharding(x)), arguments
     )
     lowered = jax.jit(function, donate_argnums=donated).trace(*abstract).lower()
-    compiled = lowered.compile(compiler_options=compiler_options.here())
+    kinds = {getattr(leaf.sharding, "memory_kind", None) for leaf in jax.tree.leaves(abstract)}
+    outside = not kinds.isdisjoint({"pinned_host", "unpinned_host"})
+    compiled = lowered.compile(compiler_options=compiler_options.here(host_memory=outside))
     if file:
         _store(file, compiled)
     return compiled, False
