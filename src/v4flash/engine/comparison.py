@@ -138,7 +138,8 @@ class Along:
             free, _ = found.drafter.chain(block, anchor, drawn)
             return own, bare, jax.nn.sigmoid(along.confidence), jax.nn.sigmoid(free.confidence)
 
-        self._target, self._drafter = jax.jit(run_target), jax.jit(run_drafter)
+        jit = model.programs.runner.jit
+        self._target, self._drafter = jit(run_target), jit(run_drafter)
 
     def laws(
         self, prompt: Sequence[int], text: Sequence[int], block_rows: Sequence[int], longest: int, seed: int

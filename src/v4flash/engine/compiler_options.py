@@ -24,8 +24,13 @@ GPU_OPTIONS = {"xla_gpu_enable_command_buffer": ",".join(_CAPTURED), "xla_gpu_gr
 _WITH_HOST_MEMORY = {"xla_disable_hlo_passes": "rematerialization"}
 
 
-def here(*, host_memory: bool = False) -> dict[str, str | int]:
-    """The options for the default device; `host_memory` says that some arguments lie in the host's."""
-    if jax.default_backend() != "gpu":
+def of(platform: str, *, host_memory: bool = False) -> dict[str, str | int]:
+    """The options for devices of a platform, as JAX names it; `host_memory`: some arguments lie in the host's."""
+    if platform != "gpu":
         return {}
     return GPU_OPTIONS | (_WITH_HOST_MEMORY if host_memory else {})
+
+
+def here(*, host_memory: bool = False) -> dict[str, str | int]:
+    """The options for the default device."""
+    return of(jax.default_backend(), host_memory=host_memory)

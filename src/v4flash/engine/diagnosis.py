@@ -5,7 +5,7 @@ know: when that is called for. Nothing here is compiled or run before something 
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -50,9 +50,11 @@ class Diagnosis:
 
     Fused launches keep nothing between them that could be looked at, so their passes run again on their definitions,
     over the same packed weights.
+
+    Args: jit, compiles a function of the weights at its first call.
     """
 
-    def __init__(self, form: WeightForm, config: ModelConfig):
+    def __init__(self, form: WeightForm, config: ModelConfig, jit: Callable = jax.jit):
         self._form, self._config = form, config
 
         def watched(params: Any, decode: DecodeState, tokens: jax.Array, count: jax.Array):
@@ -65,7 +67,7 @@ class Diagnosis:
             dead = jnp.arange(tokens.shape[0]) >= count
             return written.advance(count), jnp.concatenate([finite, usable[None]]) | dead
 
-        self._watched = jax.jit(watched)
+        self._watched = jit(watched)
 
     def of_pass(
         self, params: Any, decode: DecodeState, tokens: Sequence[int], rows: int

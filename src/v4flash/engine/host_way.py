@@ -64,8 +64,10 @@ def open_host(opening: "Opening") -> tuple[LoadedModel, programs.Programs]:
     graphdef, params = tiered(loaded.params, config, opening.numerics, routed, placement)
     loaded = dataclasses.replace(loaded, graphdef=graphdef, params=params)
     opening.say("compiling")
-    pinned = programs.build(graphdef, params, config, opening.numerics, opening.shapes, opening.cache)
-    return loaded, dataclasses.replace(pinned, exchange=exchange)
+    pinned = programs.build(
+        graphdef, params, config, opening.numerics, opening.shapes, opening.cache, exchange=exchange
+    )
+    return loaded, pinned
 
 
 def put(
@@ -130,8 +132,8 @@ def exchange(
     for number, (stack, outside) in enumerate(zip(hot, cold, strict=True)):
         written = np.array(outside)
         for inner, outer in places:
-            gone = np.array(_taken(stack, inner))
-            stack, written[outer] = _replaced(stack, written[outer], inner), gone
+            gone = np.array(taken(stack, inner))
+            stack, written[outer] = replaced(stack, written[outer], inner), gone
         hot[number], cold[number] = stack, jax.device_put(written, outside.sharding)
     for name, leaves in ((HOT_STACK, hot), (COLD_STACK, cold)):
         experts[name] = jax.tree.unflatten(stacks[name][1], leaves)
@@ -142,10 +144,12 @@ def exchange(
 
 
 @jax.jit
-def _taken(stack: jax.Array, place: jax.Array) -> jax.Array:
+def taken(stack: jax.Array, place: jax.Array) -> jax.Array:
+    """One expert of a stack."""
     return jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def _replaced(stack: jax.Array, expert: jax.Array, place: jax.Array) -> jax.Array:
+def replaced(stack: jax.Array, expert: jax.Array, place: jax.Array) -> jax.Array:
+    """A stack with another expert in one place; its memory is taken over."""
     return jax.lax.dynamic_update_index_in_dim(stack, expert, place, 0)

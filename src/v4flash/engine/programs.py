@@ -66,6 +66,23 @@ class Shapes:
         return max(self.rows, self.chunk)
 
 
+@dataclasses.dataclass(frozen=True)
+class Runner:
+    """How functions of the weights become programs, and values come to them and from them, wherever weights lie.
+
+    Attributes:
+      pin: compiles a function ahead of time, called as `executable`.
+      jit: compiles one at its first call, as `jax.jit` does, without options.
+      place: a tree of arrays where the pinned step takes them; others are moved, or refused, at every step.
+      read: as `jax.device_get`.
+    """
+
+    pin: Callable
+    jit: Callable = jax.jit
+    place: Callable = lambda tree: tree
+    read: Callable = jax.device_get
+
+
 @dataclasses.dataclass
 class Programs:
     """Compiled programs. Calling either with other shapes raises TypeError; nothing ever recompiles.
@@ -80,6 +97,7 @@ class Programs:
       model: (params) -> the model that the programs run, for other functions of the same params.
       exchange: (params, placement, layer, pairs of (hot, cold) experts) -> placement; lets them change places. None
         where all experts are resident.
+      runner: what pinned them.
     """
 
     shapes: Shapes
@@ -90,7 +108,8 @@ class Programs:
     cached: bool
     diagnosis: Diagnosis
     model: Callable
-    exchange: Callable | None = None
+    exchange: Callable | None
+    runner: Runner
 
 
 def new_state(config: ModelConfig, numerics: Numerics, shapes: Shapes) -> DecodeState:
@@ -153,18 +172,22 @@ def build(
     cache: Path | None,
     *,
     bodies: type[ReferenceBodies] | None = None,
+    runner: Runner | None = None,
+    exchange: Callable | None = None,
 ) -> Programs:
     """Compiles both programs, or loads them from `cache` (a folder; None switches the cache off).
 
     Args:
       graphdef, params: the modules and their weights, arrays or ShapeDtypeStructs.
       bodies: run these bodies of the operations instead; params is then a PackedModel, and graphdef None.
+      runner: what compiles them, by default for one device.
+      exchange: of the Programs.
 
     Raises NoFusedBody where `bodies` do not take the shapes of this configuration.
     """
     form = packed_form(config, numerics, bodies) if bodies else module_form(graphdef)
     try:
-        return _built(form, params, config, numerics, shapes, cache)
+        return _built(form, params, config, numerics, shapes, cache, runner or Runner(executable), exchange)
     except refusals() as error:
         if bodies is None:
             raise
@@ -172,7 +195,14 @@ def build(
 
 
 def _built(
-    form: WeightForm, params: Any, config: ModelConfig, numerics: Numerics, shapes: Shapes, cache: Path | None
+    form: WeightForm,
+    params: Any,
+    config: ModelConfig,
+    numerics: Numerics,
+    shapes: Shapes,
+    cache: Path | None,
+    runner: Runner,
+    exchange: Callable | None,
 ) -> Programs:
     started = time.perf_counter()
     scalar = jnp.zeros((), jnp.int32)
@@ -190,7 +220,9 @@ def _built(
         "step": (functools.partial(speculative_step, rows=shapes.rows), (stream, control), (stream, result)),
     }
     facts = (*form.facts, repr(config), repr(numerics), repr(shapes))
-    compiled = {name: _pinned(name, form, params, *job, facts, cache) for name, job in jobs.items()}
+    compiled = {
+        name: _pinned(runner.pin, name, form, params, *job, facts, cache) for name, job in jobs.items()
+    }
     seconds = time.perf_counter() - started
     prefill_run, step_run = compiled["prefill"], compiled["step"]
     return Programs(
@@ -200,20 +232,23 @@ def _built(
         draft_limit=limit,
         seconds=seconds,
         cached=prefill_run[1] and step_run[1],
-        diagnosis=Diagnosis(form, config),
+        diagnosis=Diagnosis(form, config, runner.jit),
         model=form.model,
+        exchange=exchange,
+        runner=runner,
     )
 
 
 def _pinned(
+    pin: Callable,
     name: str,
     form: WeightForm,
     params: Any,
     function: Callable,
     arguments: tuple,
     outputs: tuple,
-    facts,
-    cache,
+    facts: tuple[str, ...],
+    cache: Path | None,
 ) -> tuple[Callable, bool]:
     """A compiled function(model, *arguments), the first of which it takes over, as one of (params, *arguments)."""
     if not isinstance(params, ChangingWeights):
@@ -221,7 +256,7 @@ def _pinned(
         def run(params, *arguments):
             return function(form.model(params), *arguments)
 
-        return executable(name, run, (params, *arguments), outputs, 1, facts, cache)
+        return pin(name, run, (params, *arguments), outputs, 1, facts, cache)
 
     def run_changing(kept, changed, *arguments):
         model = form.model(ChangingWeights(kept, changed))
@@ -229,7 +264,7 @@ def _pinned(
         return form.changed(model), *made
 
     parts = (params.kept, params.changed)
-    compiled, cached = executable(
+    compiled, cached = pin(
         name, run_changing, (*parts, *arguments), (params.changed, *outputs), (1, 2), facts, cache
     )
 
@@ -259,9 +294,10 @@ def executable(
       facts: whatever else the compiled code depends on, for the key.
       cache: a folder; None neither reads nor writes.
     """
-    key = _cache_key((name, *facts), arguments) if cache else ""
+    devices = _devices(arguments)
+    key = _cache_key((name, *facts), arguments, devices[0]) if cache else ""
     file = cache / f"{name}-{key}.executable" if cache else None
-    found = _load(file, arguments, outputs) if file else None
+    found = _load(file, arguments, outputs, devices) if file else None
     if found is not None:
         return found, True
     abstract = jax.tree.map(
@@ -270,7 +306,7 @@ def executable(
     lowered = jax.jit(function, donate_argnums=donated).trace(*abstract).lower()
     kinds = {getattr(leaf.sharding, "memory_kind", None) for leaf in jax.tree.leaves(abstract)}
     outside = not kinds.isdisjoint({"pinned_host", "unpinned_host"})
-    compiled = lowered.compile(compiler_options=compiler_options.here(host_memory=outside))
+    compiled = lowered.compile(compiler_options=compiler_options.of(devices[0].platform, host_memory=outside))
     if file:
         _store(file, compiled)
     return compiled, False
@@ -283,28 +319,38 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "v4flash"
 
 
-def _cache_key(facts: tuple[str, ...], arguments: tuple) -> str:
-    device = jax.devices()[0]
+def _devices(arguments: tuple) -> list[jax.Device]:
+    """The devices that a program of these arguments runs on: those they lie on, or the default one."""
+    shardings = [_kept_sharding(leaf) for leaf in jax.tree.leaves(arguments)]
+    meshes = [s.mesh for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
+    if meshes:
+        return list(meshes[0].devices.flat)
+    return next((list(s.device_set) for s in shardings if s is not None), jax.devices()[:1])
+
+
+def _cache_key(facts: tuple[str, ...], arguments: tuple, device: jax.Device) -> str:
     leaves = [
         (str(path), leaf.shape, str(leaf.dtype), str(_kept_sharding(leaf)))
         for path, leaf in jax.tree_util.tree_leaves_with_path(arguments)
     ]
     parts = [
         jax.__version__, jaxlib.__version__, flax.__version__, device.platform, device.device_kind,
-        device.client.platform_version, _processor(), *facts, repr(leaves), repr(compiler_options.here()),
+        device.client.platform_version, _processor(), *facts, repr(leaves),
+        repr(compiler_options.of(device.platform)),
         os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), _source_digest(),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
 
 
 def _kept_sharding(leaf: Any) -> jax.sharding.Sharding | None:
-    """Where an argument lies, if that is not simply one device's own memory."""
+    """Where an argument lies, if that is not simply the first device's own memory."""
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, jax.sharding.SingleDeviceSharding):
         return sharding
     (device,) = sharding.device_set
     kind = sharding.memory_kind
-    return None if kind in (None, device.default_memory().kind) else sharding
+    usual = device == jax.devices()[0] and kind in (None, device.default_memory().kind)
+    return None if usual else sharding
 
 
 @functools.cache
@@ -312,6 +358,7 @@ def _source_digest() -> str:
     """Digest of the files whose functions and tile choices are compiled; commands and text enter no program."""
     package, kernels = Path(v4flash.__file__).parent, Path(pallas_kernels.__file__).parent
     files = [package / "config.py", package / "state.py", Path(__file__)]
+    files += [package / "engine" / f"{way}_way.py" for way in ("peer", "sidecar")]
     files += [*kernels.rglob("*.py"), *kernels.rglob("tuning/*.json")]
     for room in ("model", "placement", "speculative", "fidelity"):
         files += (package / room).rglob("*.py")
@@ -331,14 +378,18 @@ def _processor() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _load(file: Path, arguments: tuple, outputs: Any) -> Callable | None:
+def _load(file: Path, arguments: tuple, outputs: Any, devices: list[jax.Device]) -> Callable | None:
     """The cached executable, or None if there is none or it cannot be used here."""
     if not file.is_file():
         return None
     structure = jax.tree.structure((arguments, {}))
     try:
         return serialize_executable.deserialize_and_load(
-            file.read_bytes(), structure, jax.tree.structure(outputs)
+            file.read_bytes(),
+            structure,
+            jax.tree.structure(outputs),
+            backend=devices[0].client,
+            execution_devices=devices,
         )
     except (ValueError, RuntimeError, pickle.UnpicklingError, EOFError, TypeError):
         file.unlink(missing_ok=True)

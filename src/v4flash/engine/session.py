@@ -100,12 +100,15 @@ class Session:
         chunk = self._programs.shapes.chunk
         drawn = usable = None
         for start in range(0, len(pending), chunk):
+            before = drawn
             part = pending[start : start + chunk]
             tokens = jnp.asarray(part + [0] * (chunk - len(part)), jnp.int32)
             count = jnp.asarray(len(part), jnp.int32)
             self._state, drawn, usable = self._programs.prefill(
                 self._params, self._state, tokens, count, control
             )
+            if before is not None:  # one late, so that nobody ever waits for more than two chunks
+                self._programs.runner.read(before)
         self._committed = len(self.tokens)
         self._reach = max(self._reach, self._committed)
         return drawn, usable
@@ -133,7 +136,7 @@ class Session:
             return
         started, before = time.perf_counter(), self._committed
         drawn, usable = self.prefill(control)
-        first = int(jax.device_get(drawn))
+        first = int(self._programs.runner.read(drawn))
         first_at = time.perf_counter()
         statistics.prefill_seconds = first_at - started
         if not bool(jax.device_get(usable)):
@@ -153,7 +156,9 @@ class Session:
         self, control: Control, remaining: int, at_limit: str, statistics: Statistics, first_at: float
     ) -> Iterator[TokenStep]:
         """The pinned loop. Step n + 1 is dispatched before step n is read, so the device never waits."""
+        runner = self._programs.runner
         stream = new_stream(self._state, self.tokens, remaining, control, self._programs.shapes)
+        stream, control = runner.place((stream, control))
         in_flight: list[StepResult] = []
         finish, last_at = RUNNING, first_at
         broken = None
@@ -163,7 +168,7 @@ class Session:
                     while len(in_flight) < 2:
                         stream, result = self._programs.step(self._params, stream, control)
                         in_flight.append(result)
-                    result = jax.device_get(in_flight.pop(0))
+                    result = runner.read(in_flight.pop(0))
                 now = time.perf_counter()
                 statistics.step_seconds.append(now - last_at)
                 last_at = now
@@ -199,7 +204,7 @@ class Session:
 
     def _settle(self, stream: Stream, in_flight: list[StepResult]) -> None:
         """Takes back the device state and drops what steps in flight added beyond the tokens yielded."""
-        ahead = sum(int(jax.device_get(result.emitted)) for result in in_flight)
+        ahead = sum(int(self._programs.runner.read(result.emitted)) for result in in_flight)
         self._state = stream.decode
         device_length = self._committed + ahead
         rows = self._programs.shapes.rows

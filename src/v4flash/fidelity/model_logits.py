@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from v4flash.engine.language_model import LanguageModel
-from v4flash.engine.programs import executable, new_state
+from v4flash.engine.programs import new_state
 
 
 class ModelLogits:
@@ -31,7 +31,7 @@ class ModelLogits:
 
         decode = jax.eval_shape(self._empty)
         tokens, count = jnp.zeros((self._chunk,), jnp.int32), jnp.zeros((), jnp.int32)
-        self._run, _ = executable(
+        self._run, _ = model.programs.runner.pin(
             "model_logits",
             run,
             (model.params, decode, tokens, count),
@@ -50,5 +50,5 @@ class ModelLogits:
             part = list(ids[start : start + self._chunk])
             tokens = jnp.asarray(part + [0] * (self._chunk - len(part)), jnp.int32)
             decode, logits = self._run(self._model.params, decode, tokens, jnp.asarray(len(part), jnp.int32))
-            found.append(np.asarray(jax.device_get(logits), np.float32)[: len(part)])
+            found.append(np.asarray(self._model.programs.runner.read(logits), np.float32)[: len(part)])
         return np.concatenate(found)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from v4flash.engine.language_model import LanguageModel
-from v4flash.engine.programs import executable, new_state
+from v4flash.engine.programs import new_state
 
 
 class ModelRoutes:
@@ -30,7 +30,7 @@ class ModelRoutes:
 
         decode = jax.eval_shape(self._empty)
         tokens, count = jnp.zeros((self._chunk,), jnp.int32), jnp.zeros((), jnp.int32)
-        self._run, _ = executable(
+        self._run, _ = model.programs.runner.pin(
             "model_routes",
             run,
             (model.params, decode, tokens, count),
@@ -49,5 +49,5 @@ class ModelRoutes:
             part = list(ids[start : start + self._chunk])
             tokens = jnp.asarray(part + [0] * (self._chunk - len(part)), jnp.int32)
             decode, routes = self._run(self._model.params, decode, tokens, jnp.asarray(len(part), jnp.int32))
-            found.append(np.asarray(jax.device_get(routes), np.int32)[:, : len(part)])
+            found.append(np.asarray(self._model.programs.runner.read(routes), np.int32)[:, : len(part)])
         return np.concatenate(found, axis=1)

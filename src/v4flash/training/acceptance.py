@@ -96,7 +96,7 @@ def make_chances(model: LanguageModel) -> Callable[[Any, Stream, Control], jax.A
         targets = target_law(merged.backbone.logits(trunk.hidden)[:limit], control.sampling)
         return chances_of(ids, laws, targets, control.draft_length, control.blockwise)
 
-    return jax.jit(chances)
+    return model.programs.runner.jit(chances)
 
 
 def chances_of(
