@@ -20,6 +20,7 @@ from v4flash.checkpoint.inventory import abstract_model
 from v4flash.config import ModelConfig
 from v4flash.errors import CapacityError, UsageError, V4FlashError
 from v4flash.model.drafter import Model
+from v4flash.model.experts import Experts, RoutedExperts
 from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.fused.model import ROWS, FusedModel
 from v4flash.model.fused.packing import PackedModel, pack_model
@@ -202,12 +203,12 @@ def packed_form(config: ModelConfig, numerics: Numerics, bodies: type[ReferenceB
     )
 
 
-def packed_shapes(config: ModelConfig, numerics: Numerics) -> PackedModel:
-    """The packed weights of a configuration without values.
+def packed_shapes(config: ModelConfig, numerics: Numerics, routed: RoutedExperts = Experts) -> PackedModel:
+    """The packed weights of a configuration without values; `routed` makes the backbone's routed experts.
 
     Raises NoFusedBody where its matrices do not fit packed tiles.
     """
-    graphdef, variables = abstract_model(config, numerics)
+    graphdef, variables = abstract_model(config, numerics, routed)
     params = nnx.from_flat_state(variables)
     try:
         return jax.eval_shape(lambda params: pack_model(nnx.merge(graphdef, params)), params)

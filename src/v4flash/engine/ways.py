@@ -14,7 +14,7 @@ from typing import Any
 
 from v4flash.checkpoint.loading import LoadedModel, with_drafter
 from v4flash.config import ModelConfig
-from v4flash.engine import backends, fused_host_way, host_way
+from v4flash.engine import backends, fused_host_way, host_way, peer_way, sidecar_way
 from v4flash.engine.programs import Programs, Shapes
 from v4flash.errors import UsageError
 from v4flash.model.numerics import Numerics
@@ -97,6 +97,9 @@ Opener = Callable[[Opening], tuple[LoadedModel, Programs]]
 OPENERS: dict[tuple[str, str], Opener] = {
     (HOST, backends.XLA): host_way.open_host,
     (HOST, backends.FUSED): fused_host_way.open_host,
+    (PEER, backends.XLA): peer_way.open_peer,
+    (PEER, backends.FUSED): peer_way.open_peer_packed,
+    (SIDECAR, backends.XLA): sidecar_way.open_sidecar,
 }
 
 

@@ -30,6 +30,7 @@ from v4flash.placement import cache as slots
 from v4flash.placement.table import HOT
 
 HOT_STACK, COLD_STACK, CACHE, TABLE = "hot", "cold", "cache", "table"
+HELD_STACK = "held"  # of one of two devices (paired_experts)
 _EXPERTS = "experts"
 
 
@@ -48,7 +49,7 @@ def published_path(path: tuple) -> tuple | None:
     """The path that a parameter has without tiers; None for what no checkpoint holds."""
     if CACHE in path or TABLE in path:
         return None
-    return tuple(part for part in path if part not in (HOT_STACK, COLD_STACK))
+    return tuple(part for part in path if part not in (HOT_STACK, COLD_STACK, HELD_STACK))
 
 
 class ExpertTable(nnx.Module):

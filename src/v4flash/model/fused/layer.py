@@ -27,6 +27,7 @@ from v4flash.config import LayerConfig, ModelConfig
 from v4flash.model.fused import specs
 from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.fused.packing import PackedLayer
+from v4flash.model.fused.peer import HeldExperts, joined, own_routes
 from v4flash.model.numerics import Numerics, rope_frequencies
 from v4flash.state import DecodeState, closing_entries
 
@@ -266,6 +267,7 @@ def feed_forward(
         Output(partials=output),
         run.tokens,
     )
+    kept = None
     if isinstance(pack.experts, TieredExperts):
         partial, kept = run.ops.tiered_experts(
             behind.rounded,
@@ -277,8 +279,12 @@ def feed_forward(
             cold.table,
             cold.kept,
         )
+    elif isinstance(pack.experts, HeldExperts):
+        own = own_routes(pack.experts, routes)
+        partial = run.ops.experts(behind.rounded, pack.experts.held, pack.shared, own, chosen)
+        partial = joined(pack.experts, partial, ids, run.count)
     else:
-        partial, kept = run.ops.experts(behind.rounded, pack.experts, pack.shared, routes, chosen), None
+        partial = run.ops.experts(behind.rounded, pack.experts, pack.shared, routes, chosen)
     return behind.streams, behind.coefficients, Output(experts=partial, count=run.count), ids, kept
 
 

@@ -23,8 +23,10 @@ from v4flash.model.backbone import Layer
 from v4flash.model.drafter import DraftStage, Model
 from v4flash.model.engram import Engram
 from v4flash.model.fused.arena import Arena
+from v4flash.model.fused.peer import HeldExperts
 from v4flash.model.hyper_connections import HyperConnection, HyperHead
 from v4flash.model.numerics import Linear
+from v4flash.model.paired_experts import PeerExperts
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +38,7 @@ class PackedLayer:
       words: int32, the dense matrices and the shared expert, `NAME.words` and `NAME.scales`.
       plain: bfloat16, the joined `exact` matrix, the router's `gate`, the `index_projection`.
       floats: float32, hyper-connections, norms, sinks, biases.
-      experts: the routed experts, on the device or in two memories.
+      experts: the routed experts: all on the device, in two memories, or those of one device of two.
       table: int32 [V, K] of hash routing, else None.
       exact_columns: (name, width) of the joined exact matrix' parts in order.
     """
@@ -44,7 +46,7 @@ class PackedLayer:
     words: Arena
     plain: Arena
     floats: Arena
-    experts: PackedExperts | TieredExperts
+    experts: PackedExperts | TieredExperts | HeldExperts
     table: jax.Array | None
     exact_columns: tuple[tuple[str, int], ...] = dataclasses.field(metadata={"static": True})
 
@@ -166,7 +168,13 @@ def pack_layer(config: ModelConfig, layer: LayerConfig, module: Layer) -> Packed
     own = pack_shared(
         *_published(shared.w1), *_published(shared.w3), *_published(shared.w2), block, f"{name} shared expert"
     )
-    routed = ffn.experts
+    routed = ffn.experts.held if isinstance(ffn.experts, PeerExperts) else ffn.experts
+    packed = pack_routed(
+        *_published(routed.w1), *_published(routed.w3), *_published(routed.w2), f"{name} expert"
+    )
+    if isinstance(ffn.experts, PeerExperts):
+        table = ffn.experts.table
+        packed = HeldExperts(packed, jnp.stack([table.tier[...], table.slot[...]]))
     words = {
         **_named("projections", pack_fp8([_published(attn.wq_a), _published(attn.wkv)], block, name)),
         **_named("queries", pack_fp8(queries, block, name)),
@@ -180,7 +188,7 @@ def pack_layer(config: ModelConfig, layer: LayerConfig, module: Layer) -> Packed
         Arena.pack(words, jnp.int32),
         Arena.pack(plain, jnp.bfloat16),
         Arena.pack(floats, jnp.float32),
-        pack_routed(*_published(routed.w1), *_published(routed.w3), *_published(routed.w2), f"{name} expert"),
+        packed,
         None if table is None else table[...],
         tuple((part, weight.shape[0]) for part, weight in exact.items()),
     )
