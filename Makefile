@@ -59,6 +59,10 @@ budgets: env-test
 	  $(PY) -m v4flash kernels budget --config $$config --target $$target --backend $$backend --json \
 	    > docs/budgets/new.json && mv docs/budgets/new.json docs/budgets/$$config-$$target-$$backend.json \
 	    || exit 1; done; done; done
+	@for backend in $(BUDGET_BACKENDS); do \
+	  $(PY) -m v4flash kernels budget --config v4.1-flash --target h200 --backend $$backend --experts peer --json \
+	    > docs/budgets/new.json && mv docs/budgets/new.json docs/budgets/v4.1-flash-h200-$$backend-peer.json \
+	    || exit 1; done
 
 clean:
 	rm -rf .venv build dist results .pytest_cache .ruff_cache .hypothesis src/*.egg-info

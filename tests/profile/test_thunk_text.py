@@ -102,3 +102,21 @@ def test_cuts_are_counted_between_graphs(thunks):
 def test_the_host_launches_graphs_whole(thunks):
     # copy, kernel, graph, b and c of the loops, the copy of a slice, graph
     assert thunk_text.host_launches(thunks, TRIPS.get) == 1 + 1 + 1 + 3 + 15 + 1 + 1
+
+
+def test_sums_over_devices_are_neither_kernels_nor_part_of_a_graph():
+    text = """000: kCommandBuffer [source | next=002 (1)] 
+    001: kCustomKernel [source | sink] a grid: [1, 1, 1] threads: [8, 1, 1]
+002: kAllReduce [prev=000 (1) | next=000 (1)] 
+000: kCommandBuffer [prev=002 (1) | next=004 (1)] 
+    003: kCustomKernel [source | sink] b grid: [1, 1, 1] threads: [8, 1, 1]
+004: kAsyncStart [prev=000 (1) | sink] async_id=12
+    005: kAllReduce [source | sink] 
+006: kAsyncDone [source | sink] async_id=12
+"""
+    thunks = thunk_text.parse(text, "")
+    launches = list(thunk_text.walk(thunks, lambda name: None))
+    assert [launch.thunk.role for launch in launches] == ["kernel", "collective", "kernel", "collective"]
+    assert thunk_text.kernels(launches) == 2
+    assert thunk_text.graph_cuts(thunks) == 3
+    assert thunk_text.host_launches(thunks, lambda name: None) == 4

@@ -13,6 +13,7 @@ from v4flash.cli.terminal import Messages, amount
 NAME = "budget"
 HELP = "compile the whole step at a configuration's real shapes and count it (takes minutes, 3 GB of memory)"
 BACKENDS = ("xla", "fused")
+EXPERTS = ("resident", "peer")
 
 
 def add_arguments(budget: argparse.ArgumentParser) -> None:
@@ -25,6 +26,14 @@ def add_arguments(budget: argparse.ArgumentParser) -> None:
     )
     sizes = {"env": False, "metavar": "N"}
     add(budget, "--backend", env=False, help="bodies of the operations", default="xla", **one_of(*BACKENDS))
+    add(
+        budget,
+        "--experts",
+        env=False,
+        help="resident: one device; peer: one program for two devices with half of the routed experts each",
+        default="resident",
+        **one_of(*EXPERTS),
+    )
     add(budget, "--k", help="tokens drafted per step (default: the trained block)", type=whole(0), **sizes)
     add(budget, "--rows", help="rows of a verifying pass", default=8, type=whole(2), **sizes)
     add(budget, "--context", help="positions kept", default=65536, type=whole(2), **sizes)
@@ -39,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     messages = Messages(options.quiet)
     messages.progress(f"compiling {options.config} for {options.target}, backend {options.backend}")
     request = Request(
-        config=options.config, target=options.target, backend=options.backend,
+        config=options.config, target=options.target, backend=options.backend, experts=options.experts,
         k=options.k, rows=options.rows, context=options.context,
     )  # fmt: skip
     try:
@@ -55,14 +64,21 @@ def as_text(found: dict[str, Any]) -> str:
     target = found["target"]
     memory = f"{amount(found['weight_bytes'])} of weights, {amount(found['temp_bytes'])} of temporaries"
     room = f"the device's {amount(target['memory'])}"
+    both = f"2 times, {found['experts_each']} experts a layer each, " if found["devices"] == 2 else ""
+    per_layer = f"{found['graph_cuts'] / found['layers']:.2f} a layer"
     lines = [
         f"{found['config']} on {target['product']} (sm_{target['capability']}, {target['cores']} cores), "
-        f"backend {found['backend']}, {found['rows']} rows, context {found['context']:,}, {found['dtype']}, "
+        f"{both}backend {found['backend']}, {found['rows']} rows, context {found['context']:,}, {found['dtype']}, "
         f"{found['mode']}",
         f"kernels per step      {found['kernels_per_step']:,} at most, {found['kernels_at_least']:,} at least "
         f"({found['kernels']:,} in the program, {found['layers']} layers)",
         f"host launches         {found['host_launches_per_step']:,} per step; {found['command_buffers']:,} graphs "
         f"in the program, {found['graph_cuts']:,} cuts between them",
+        *(
+            [f"sums over devices     {found['collectives_per_step']:,} per step; graph cuts {per_layer}"]
+            if found["devices"] == 2
+            else []
+        ),
         f"copies, fills         {found['copies_per_step']:,} and {found['memsets_per_step']:,} per step",
         f"weights copied        {found['weight_copies']:,} per step, {amount(found['weight_copies_bytes'])} written",
         f"state copied          {found['state_copies']:,} per step, {amount(found['state_copies_bytes'])}",

@@ -20,6 +20,7 @@ from v4flash.errors import CapacityError, UsageError, V4FlashError
 from v4flash.profile import targets
 
 if TYPE_CHECKING:
+    from v4flash.config import ModelConfig
     from v4flash.profile.deviceless import Compiled
 
 SCHEMA = "v4flash.kernel_budget/1"
@@ -31,12 +32,14 @@ _ENVIRONMENT = {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 class Request:
     """What a budget is asked for: the configuration's file, the target's name, the backend, and sizes.
 
-    `k` None is the drafter's trained block, within what the rows allow.
+    `k` None is the drafter's trained block, within what the rows allow. `experts` is 'resident', or 'peer' for one
+    program on two devices that have half of the routed experts each.
     """
 
     config: str
     target: str
     backend: str = "xla"
+    experts: str = "resident"
     k: int | None = None
     rows: int = 8
     chunk: int = 128
@@ -104,8 +107,13 @@ def compiled_budget(request: Request) -> dict[str, Any]:
         hint = "give more rows" if config.draft else "this configuration has no drafter"
         raise UsageError(f"k is {request.k}, this program takes 0 to {limit}; {hint}")
     shapes = Shapes(request.rows, request.chunk, request.context)
-    compiled = deviceless.compile_step(config, target, request.backend, shapes)
+    compiled = deviceless.compile_step(config, target, request.backend, shapes, slots(request, config))
     return document(request, compiled) | {"compile": compiled.seconds | _resources()}
+
+
+def slots(request: Request, config: "ModelConfig") -> int | None:
+    """Places for experts of a layer on each of two devices; None where one device has them all."""
+    return None if request.experts == "resident" else -(-config.n_routed_experts // 2)
 
 
 def document(request: Request, compiled: "Compiled") -> dict[str, Any]:
@@ -119,7 +127,8 @@ def document(request: Request, compiled: "Compiled") -> dict[str, Any]:
     config, target = ModelConfig.from_file(path), targets.target(request.target)
     numerics = deviceless.REAL_NUMERICS
     shapes = Shapes(request.rows, request.chunk, request.context)
-    _, (weights, stream, _) = deviceless.step_program(config, numerics, request.backend, shapes)
+    each = slots(request, config)
+    _, (weights, stream, _) = deviceless.step_program(config, numerics, request.backend, shapes, each)
     report = executable_report.report(compiled, deviceless.tree_bytes(stream))
     return {
         "schema": SCHEMA,
@@ -132,6 +141,9 @@ def document(request: Request, compiled: "Compiled") -> dict[str, Any]:
             "memory": target.memory,
         },
         "backend": request.backend,
+        "devices": 1 if each is None else 2,
+        "experts": request.experts,
+        "experts_each": config.n_routed_experts if each is None else each,
         "k": request.k,
         "rows": request.rows,
         "chunk": request.chunk,

@@ -9,6 +9,7 @@ not judge the speed of XLA's own matrix products.
 """
 
 import dataclasses
+import functools
 import tempfile
 import time
 from collections.abc import Callable
@@ -18,19 +19,22 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, SingleDeviceSharding
 
 from pallas_kernels import launch
 from pallas_kernels.bench_case import tree_bytes
 from v4flash.checkpoint.inventory import abstract_model
 from v4flash.config import ModelConfig
+from v4flash.engine import peer_way
 from v4flash.engine.backends import packed_shapes
 from v4flash.engine.compiler_options import GPU_OPTIONS
 from v4flash.engine.programs import Shapes, make_control, new_state, new_stream
 from v4flash.errors import CapacityError, UsageError
+from v4flash.model.experts import Experts
 from v4flash.model.fused.model import FusedModel
 from v4flash.model.fused.packing import PackedModel
 from v4flash.model.numerics import Numerics
+from v4flash.model.paired_experts import PeerExperts
 from v4flash.profile.targets import Target
 from v4flash.speculative.filters import SamplingParams
 from v4flash.speculative.step import Control, Stream, speculative_step
@@ -74,15 +78,36 @@ class Compiled:
 
 
 def compile_for(
-    target: Target, function: Callable, arguments: tuple, donated: int | tuple[int, ...] = ()
+    target: Target,
+    function: Callable,
+    arguments: tuple,
+    donated: int | tuple[int, ...] = (),
+    *,
+    devices: int = 1,
 ) -> Compiled:
-    """Compiles `function` for one device of `target`.
+    """Compiles `function` for one device of `target`, or as one program for two.
 
-    Args: arguments, one pytree of arrays or ShapeDtypeStructs per parameter; donated, indices of arguments whose
-    memory the result may take over. Raises CapacityError where JAX has no compiler for the target.
+    Args:
+      arguments: one pytree of arrays or ShapeDtypeStructs per parameter; for two devices the first are weights with
+        divided stacks (`peer_way.specs_of`), in the shapes that both devices have together.
+      donated: indices of arguments whose memory the result may take over.
+
+    Raises CapacityError where JAX has no compiler for the target.
     """
-    sharding = SingleDeviceSharding(_device(target))
-    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments)
+    found = _devices(target, devices)
+    if devices == 1:
+        spread = jax.tree.map(lambda _: SingleDeviceSharding(found[0]), arguments)
+    else:
+        mesh, params = peer_way.mesh_of(found), arguments[0]
+        places = peer_way.specs_of(params), *[peer_way.WHOLE] * len(arguments[1:])
+        function = peer_way.mapped(function, mesh, places)
+        spread = (
+            jax.tree.map(lambda spec: NamedSharding(mesh, spec), places[0]),
+            *jax.tree.map(lambda _: NamedSharding(mesh, peer_way.WHOLE), arguments[1:]),
+        )
+    abstract = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arguments, spread
+    )
     seconds, started = {}, time.perf_counter()
 
     def lap(phase: str) -> None:
@@ -112,27 +137,34 @@ def compile_for(
     )
 
 
-def compile_step(config: ModelConfig, target: Target, backend: str, shapes: Shapes) -> Compiled:
+def compile_step(
+    config: ModelConfig, target: Target, backend: str, shapes: Shapes, slots: int | None = None
+) -> Compiled:
     """The whole speculative step (draft, verify, reject, commit) with the stream donated.
+
+    With `slots` it is one program for two devices that have so many experts of each layer each.
 
     Weights are packed as published, activations and caches bfloat16, roundings simulated: what a real checkpoint
     runs with on a GPU. Where weights and state exceed the target's memory, they are compiled as if it were larger.
     """
-    function, arguments = step_program(config, REAL_NUMERICS, backend, shapes)
+    function, arguments = step_program(config, REAL_NUMERICS, backend, shapes, slots)
     needed = tree_bytes(arguments)
     if needed * MEMORY_FACTOR > target.memory:
         target = target.with_memory(needed * MEMORY_FACTOR)
-    return compile_for(target, function, arguments, donated=1)
+    return compile_for(target, function, arguments, donated=1, devices=1 if slots is None else 2)
 
 
 def step_program(
-    config: ModelConfig, numerics: Numerics, backend: str, shapes: Shapes
+    config: ModelConfig, numerics: Numerics, backend: str, shapes: Shapes, slots: int | None = None
 ) -> tuple[Callable, tuple[nnx.State, Stream, Control]]:
     """The step as a function step(params, stream, control) and its arguments without values.
 
+    With `slots` the function is that of one device of two, and the arguments are those of both together.
     Raises UsageError for a backend that is not one of BACKENDS.
     """
-    params, build = abstract_weights(config, numerics, backend)
+    params, build = abstract_weights(config, numerics, backend, slots)
+    if slots is not None:
+        params = peer_way.of_both(params)
 
     def step(params, stream, control):
         return speculative_step(build(params), stream, control, shapes.rows)
@@ -147,28 +179,30 @@ def step_program(
 
 
 def abstract_weights(
-    config: ModelConfig, numerics: Numerics, backend: str
+    config: ModelConfig, numerics: Numerics, backend: str, slots: int | None = None
 ) -> tuple[nnx.State | PackedModel, Callable]:
     """A backend's weights as shapes, and the function that makes a model of such weights.
 
+    With `slots` they are those of one device of two that has so many experts of each layer.
     Raises UsageError for a backend that is not one of BACKENDS.
     """
+    routed = Experts if slots is None else functools.partial(PeerExperts, slots=slots)
     if backend not in BACKENDS:
         raise UsageError(f"no backend {backend}; expected one of {', '.join(BACKENDS)}")
     if backend == "fused":
-        return packed_shapes(config, numerics), lambda packed: FusedModel(config, numerics, packed)
-    graphdef, variables = abstract_model(config, numerics)
+        return packed_shapes(config, numerics, routed), lambda packed: FusedModel(config, numerics, packed)
+    graphdef, variables = abstract_model(config, numerics, routed)
     return nnx.from_flat_state(variables), lambda params: nnx.merge(graphdef, params)
 
 
-def _device(target: Target):
+def _devices(target: Target, count: int) -> list:
     try:
         topology = topologies.get_topology_desc(
-            "", platform="cuda", target_config=target.text, topology="1x1x1"
+            "", platform="cuda", target_config=target.text, topology=f"1x1x{count}"
         )
     except NotImplementedError:
         raise CapacityError(_NO_PLUGIN) from None
-    return topology.devices[0]
+    return topology.devices
 
 
 def _launches(folder: Path) -> tuple[str, str]:

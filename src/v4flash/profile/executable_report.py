@@ -60,6 +60,7 @@ class Report:
       kernels_per_step: kernels launched per step; `kernels_at_least` with the shortest branches,
         drafting on (what a greedy step runs).
       copies_per_step, memsets_per_step: transfers within the device, and fills, that are no kernels.
+      collectives_per_step: sums over devices, and whatever else waits for another device.
       command_buffers: graphs in the program's text.
       graph_cuts: places of the text where the host acts between graphs; 0 is one graph for the step.
       host_launches_per_step: graphs and single launches that the host issues.
@@ -79,6 +80,7 @@ class Report:
     kernels_at_least: int
     copies_per_step: int
     memsets_per_step: int
+    collectives_per_step: int
     command_buffers: int
     graph_cuts: int
     host_launches_per_step: int
@@ -178,6 +180,7 @@ def report(compiled: Compiled, state_bytes: int) -> Report:
         kernels_at_least=thunk_text.kernels(list(thunk_text.walk(thunks, trips, drafts))),
         copies_per_step=by_role["copy"],
         memsets_per_step=by_role["memset"],
+        collectives_per_step=by_role["collective"],
         command_buffers=sum(t.kind == thunk_text.COMMAND_BUFFER for t in thunk_text.every(thunks)),
         graph_cuts=thunk_text.graph_cuts(thunks),
         host_launches_per_step=thunk_text.host_launches(thunks, trips),

@@ -28,6 +28,7 @@ _FRAMES = {COMMAND_BUFFER, WHILE, CONDITIONAL, "kSequential", APART, SLICED}
 _SILENT = {"kAsyncDone", "kWaitForStreams"}
 _COPIES = {"kCopy"}
 _MEMSETS = {"kMemzero", "kMemset32BitValue"}
+_COLLECTIVES = {"kAllReduce", "kAllGather", "kReduceScatter", "kAllToAll", "kCollectivePermute"}
 
 
 @dataclasses.dataclass
@@ -48,16 +49,16 @@ class Thunk:
 
     @property
     def role(self) -> str:
-        """'kernel', 'copy', 'memset', 'frame' (encloses others) or 'silent' (launches nothing)."""
+        """'kernel', 'copy', 'memset', 'collective', 'frame' (encloses others) or 'silent' (launches nothing)."""
         if self.kind in _FRAMES and (self.parts or self.kind != SLICED):
             return "frame"
-        groups = {"silent": _SILENT, "copy": _COPIES, "memset": _MEMSETS}
+        groups = {"silent": _SILENT, "copy": _COPIES, "memset": _MEMSETS, "collective": _COLLECTIVES}
         return next((role for role, kinds in groups.items() if self.kind in kinds), "kernel")
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """A kernel, copy or memset in the order of a step.
+    """A kernel, copy, memset or collective in the order of a step.
 
     Attributes:
       thunk: what is launched.
@@ -177,7 +178,7 @@ def host_launches(thunks: Sequence[Thunk], trips: Callable[[str], int | None]) -
     """What the host launches per step: command buffers, and whatever stands outside them."""
     total = 0
     for thunk in thunks:
-        if thunk.kind == COMMAND_BUFFER or thunk.role in ("kernel", "copy", "memset"):
+        if thunk.kind == COMMAND_BUFFER or thunk.role not in ("frame", "silent"):
             total += 1
         elif thunk.kind == CONDITIONAL:
             total += max((host_launches(part, trips) for part in thunk.parts.values()), default=0)
