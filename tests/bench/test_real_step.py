@@ -8,7 +8,9 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peer_bench
 import pytest
+from several_devices import QUICK, apart
 from tiny_step import tiny_json
 
 from v4flash.bench import random_weights, real_step, streams
@@ -166,3 +168,18 @@ def test_streams_are_the_packed_matrices_that_a_step_reads(config):
     found = streams.rates(profile, read, bandwidth=4e12)
     assert found["down"]["share"] == pytest.approx(read["down"] / 2e-6 / 4e12, abs=5e-5)
     assert found["products"]["microseconds"] == 3.0 and "gate_up" not in found
+
+
+def test_a_step_of_two_devices_is_timed_with_and_without_their_sum():
+    record = apart(peer_bench.__file__, 2, **QUICK)
+    assert (record["devices"], record["experts_resident"]) == (2, peer_bench.RESIDENT)
+    (cell,) = record["cells"]
+    assert cell["usable"] and 2 <= cell["experts_per_layer"]["mean"] <= peer_bench.RESIDENT
+    lost = cell["milliseconds"] - cell["without_sum_milliseconds"]
+    assert cell["exposed_microseconds_per_layer"] == pytest.approx(1e3 * lost / record["layers"], abs=0.02)
+    assert f"{cell['exposed_microseconds_per_layer']:.1f} us a layer" in real_step.describe(cell)
+
+
+def test_two_devices_are_timed_with_packed_weights_only(config):
+    with pytest.raises(UsageError, match="two devices are timed with backend fused only"):
+        real_step.Request(config, backends=("xla",), draft_lengths=(0,), contexts=(16,), peer=True)

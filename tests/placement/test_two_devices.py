@@ -2,14 +2,12 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import texts_of_ways
 from packed_toys import SMALL
+from several_devices import QUICK, apart
 from texts_of_ways import SAMPLINGS, Request
 from toy_models import FAMILIES, random_toy, toy, toy_json, with_table_sizes
 
@@ -22,8 +20,6 @@ TOKENS, HOT = 500, 5
 DEVICES = (2, 4)
 # A run compiles three models. One family and number of devices every time, all of them with the slow tests.
 USUAL = ("v41", 2)
-# Where nothing is worth optimising, programs compile several times faster.
-QUICK = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 CASES = [
     pytest.param(family, devices, marks=() if (family, devices) == USUAL else pytest.mark.slow)
     for family in FAMILIES
@@ -31,16 +27,9 @@ CASES = [
 ]
 
 
-def apart(devices: int, request: Request, **settings: str) -> dict:
-    """What `texts_of_ways.py` prints in a process with so many devices; `settings` of JAX, in its environment."""
-    settings |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
-    settings |= {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(
-        [sys.executable, texts_of_ways.__file__, json.dumps(dataclasses.asdict(request))],
-        env=os.environ | settings, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
+def texts(devices: int, request: Request, **settings: str) -> dict:
+    """What `texts_of_ways.py` prints in a process with so many devices."""
+    found = apart(texts_of_ways.__file__, devices, json.dumps(dataclasses.asdict(request)), **settings)
     assert found["devices"] == devices
     return found
 
@@ -65,7 +54,7 @@ def assert_same_texts(found: dict, tokens: int) -> None:
 @pytest.mark.parametrize(("family", "devices"), CASES)
 def test_texts_are_those_of_one_device_while_experts_move(family, devices, tmp_path):
     request = Request(checkpoint(tmp_path / "toy", family), HOT, TOKENS, ("resident", "peer", "sidecar"))
-    found = apart(devices, request)
+    found = texts(devices, request)
     assert_same_texts(found, TOKENS)
     peer = found["ways"]["peer"]
     assert (peer["devices_of_a_step"], peer["sums"]) == (2, found["layers"])
@@ -81,7 +70,7 @@ def small(tmp_path_factory) -> str:
 
 
 def test_certificate_and_routes_are_those_of_one_device(small):
-    found = apart(2, Request(small, HOT, 40, ("resident", "peer", "sidecar"), certify=True), **QUICK)
+    found = texts(2, Request(small, HOT, 40, ("resident", "peer", "sidecar"), certify=True), **QUICK)
     assert_same_texts(found, 40)
     routes = found["ways"]["resident"]["routes"]
     for way in found["ways"].values():
@@ -90,7 +79,7 @@ def test_certificate_and_routes_are_those_of_one_device(small):
 
 
 def test_packed_weights_on_two_devices_write_what_they_write_on_one(small):
-    found = apart(2, Request(small, HOT, 60, ("packed", "packed peer")), **QUICK)
+    found = texts(2, Request(small, HOT, 60, ("packed", "packed peer")), **QUICK)
     assert_same_texts(found, 60)
     peer = found["ways"]["packed peer"]
     assert (peer["devices_of_a_step"], peer["sums"]) == (2, found["layers"])
@@ -104,6 +93,6 @@ def test_one_device_is_not_enough(small, way, missing):
 
 def test_a_sidecar_that_disappears_ends_the_text_with_one_sentence(small):
     """The second device stops answering in the middle of a text: what was said stays, and nobody waits for ever."""
-    lost = apart(2, Request(small, HOT, 0, (), lose=True), **QUICK)["ways"]["lost"]
+    lost = texts(2, Request(small, HOT, 0, (), lose=True), **QUICK)["ways"]["lost"]
     assert lost["said"] > 0 and lost["seconds"] < 30
     assert lost["error"].startswith("the second device, ") and "\n" not in lost["error"]

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import bench_case
 from pallas_kernels.experts.packing import PackedExperts
@@ -24,6 +25,7 @@ from v4flash.model.engram import table_primes
 from v4flash.model.fused import two_memories
 from v4flash.model.fused.arena import Arena
 from v4flash.model.fused.packing import PackedEngram, PackedLayer, PackedModel
+from v4flash.model.fused.peer import HeldExperts
 from v4flash.profile.floor import correlated_experts
 
 _NEVER = -1e30  # bias of an expert that is not there
@@ -98,54 +100,69 @@ def with_small_memory(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, engram=dataclasses.replace(engram, num_embeddings=rows))
 
 
-def fill(params: Any, config: ModelConfig, experts: Experts, seed: int = 0) -> Any:
+def fill(params: Any, config: ModelConfig, experts: Experts, mesh: Mesh | None = None, seed: int = 0) -> Any:
     """Arrays on the default device for abstract weights, packed (PackedModel) or as published (nnx.State).
 
-    Cold experts are put into host memory; the table of places is left as it is, abstract.
+    Cold experts are put into host memory; the table of places is left as it is, abstract. With `mesh`, packed weights
+    of both its devices: held experts divided, all else whole on both.
     """
     numbers = iter(range(seed * 1_000_003, 2**31))
     if isinstance(params, PackedModel):
-        return _packed_model(params, config, experts, numbers)
+        return _packed_model(params, config, experts, numbers, mesh)
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _published(_names(path), leaf, config, experts, next(numbers)), params
     )
 
 
-def _packed_model(params: PackedModel, config: ModelConfig, experts: Experts, numbers) -> PackedModel:
+def _packed_model(
+    params: PackedModel, config: ModelConfig, experts: Experts, numbers, mesh: Mesh | None
+) -> PackedModel:
+    everywhere = mesh and NamedSharding(mesh, PartitionSpec())
+
+    def placed(tree):
+        """On both devices before the next array is made: one device does not hold what it makes for two."""
+        return tree if mesh is None else jax.block_until_ready(jax.device_put(tree, everywhere))
+
     def plain(leaf, name=""):
-        return None if leaf is None else _values((name,), leaf, config, experts, next(numbers))
+        return None if leaf is None else placed(_values((name,), leaf, config, experts, next(numbers)))
 
     def layer(pack: PackedLayer) -> PackedLayer:
         return dataclasses.replace(
             pack,
-            words=_words(pack.words, config.weight_block_size, next(numbers)),
-            plain=_arena(pack.plain, config, experts, next(numbers)),
-            floats=_arena(pack.floats, config, experts, next(numbers)),
-            experts=_routed(pack.experts, numbers),
+            words=placed(_words(pack.words, config.weight_block_size, next(numbers))),
+            plain=placed(_arena(pack.plain, config, experts, next(numbers))),
+            floats=placed(_arena(pack.floats, config, experts, next(numbers))),
+            experts=_held(pack.experts, next(numbers), mesh)
+            if isinstance(pack.experts, HeldExperts)
+            else placed(_routed(pack.experts, numbers)),
             table=plain(pack.table, "table"),
         )
 
     def memory(packed: PackedEngram) -> PackedEngram:
-        return PackedEngram(
-            _published(("table",), packed.table, config, experts, next(numbers)),
-            packed.scale
-            if packed.scale is None
-            else _published(("scale",), packed.scale, config, experts, next(numbers)),
-            _words(packed.words, config.weight_block_size, next(numbers)),
-            _arena(packed.weights, config, experts, next(numbers)),
+        return placed(
+            PackedEngram(
+                _published(("table",), packed.table, config, experts, next(numbers)),
+                packed.scale
+                if packed.scale is None
+                else _published(("scale",), packed.scale, config, experts, next(numbers)),
+                _words(packed.words, config.weight_block_size, next(numbers)),
+                _arena(packed.weights, config, experts, next(numbers)),
+            )
         )
 
     return dataclasses.replace(
         params,
         embed=plain(params.embed),
         head=plain(params.head),
-        floats=_arena(params.floats, config, experts, next(numbers)),
+        floats=placed(_arena(params.floats, config, experts, next(numbers))),
         token_map=plain(params.token_map, "token_map"),
         engrams={index: memory(packed) for index, packed in params.engrams.items()},
         layers=tuple(layer(pack) for pack in params.layers),
         stages=tuple(layer(pack) for pack in params.stages),
-        tap_words=params.tap_words and _words(params.tap_words, config.weight_block_size, next(numbers)),
-        draft_floats=params.draft_floats and _arena(params.draft_floats, config, experts, next(numbers)),
+        tap_words=params.tap_words
+        and placed(_words(params.tap_words, config.weight_block_size, next(numbers))),
+        draft_floats=params.draft_floats
+        and placed(_arena(params.draft_floats, config, experts, next(numbers))),
         markov_embed=plain(params.markov_embed),
         markov_head=plain(params.markov_head),
     )
@@ -162,6 +179,19 @@ def _routed(experts: PackedExperts | TieredExperts, numbers) -> PackedExperts | 
         return made(experts, two_memories.stacked(experts))
     cold = two_memories.moved_to_host(made(experts.hot, experts.cold.shape[0]))
     return TieredExperts(made(experts.hot, two_memories.stacked(experts.hot)), cold)
+
+
+def _held(held: HeldExperts, number: int, mesh: Mesh) -> HeldExperts:
+    """Experts of both devices, each made where it belongs, taken in turn: popular ones are on both."""
+    divided = NamedSharding(mesh, PartitionSpec(mesh.axis_names[0]))
+    made = [
+        jax.jit(functools.partial(bench_case.random_fp4, 2 * number + part, matrix), out_shardings=divided)()
+        for part, matrix in enumerate(held.held)
+    ]
+    expert = np.arange(held.places.shape[1])
+    slots = held.held.down.words.shape[0] // 2
+    places = np.stack([expert % 2, np.minimum(expert // 2, slots - 1)]).astype(np.int32)
+    return HeldExperts(PackedExperts(*made), jax.device_put(places, NamedSharding(mesh, PartitionSpec())))
 
 
 def _words(arena: Arena, block: int, number: int) -> Arena:

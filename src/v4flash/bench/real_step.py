@@ -9,6 +9,7 @@ stream pays; the profile, which launches kernels one by one, says where it goes.
 """
 
 import dataclasses
+import functools
 import gc
 import itertools
 import statistics
@@ -25,9 +26,11 @@ import numpy as np
 from v4flash.bench import random_weights
 from v4flash.bench.streams import rates, stream_bytes
 from v4flash.config import ModelConfig
-from v4flash.engine import compiler_options
+from v4flash.engine import compiler_options, peer_way
 from v4flash.engine.programs import Shapes, make_control, new_state, new_stream
 from v4flash.errors import UsageError
+from v4flash.model.fused.bodies import FusedBodies, ReferenceBodies
+from v4flash.model.fused.model import FusedModel
 from v4flash.profile import profile_table
 from v4flash.profile.deviceless import BACKENDS, REAL_NUMERICS, abstract_weights, tree_bytes
 from v4flash.profile.floor import CORRELATED, MEASURED, Routing, floor, modelled_routing
@@ -50,6 +53,7 @@ class Request:
       backends: of BACKENDS, one after the other.
       draft_lengths, contexts: each with each; committed positions before the first step.
       resident: routed experts a layer that are there; routes go to these only.
+      peer: one program for two devices that have half of these experts each, timed also without the sum over both.
       rows: of the verifying pass.
       temperatures: of target and drafts, each with each context and draft length; 0 is greedy.
       steps, repeats: a loop dispatches `steps` steps, `repeats` times.
@@ -61,6 +65,7 @@ class Request:
     draft_lengths: Sequence[int] = (0, 3, 5, 7)
     contexts: Sequence[int] = (2048, 65536)
     resident: int | None = None
+    peer: bool = False
     rows: int = 8
     temperatures: Sequence[float] = (0.0,)
     steps: int = 20
@@ -72,6 +77,8 @@ class Request:
         for backend in self.backends:
             if backend not in BACKENDS:
                 raise UsageError(f"no backend {backend}; expected one of {', '.join(BACKENDS)}")
+        if self.peer and tuple(self.backends) != ("fused",):
+            raise UsageError("two devices are timed with backend fused only")
         if not self.draft_lengths or not self.contexts:
             raise UsageError("nothing to time: give at least one draft length and one context")
         if max(self.draft_lengths) > limit:
@@ -107,6 +114,7 @@ def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dic
         "rows": request.rows,
         "experts": config.n_routed_experts,
         "experts_resident": resident,
+        "devices": 2 if request.peer else 1,
         "memory_rows": list(config.engram.num_embeddings) if config.engram else [],
         "dtype": REAL_NUMERICS.dtype.__name__,
         "mode": "qat",
@@ -145,12 +153,12 @@ def _backend_cells(
     config = request.config
     shapes = Shapes(request.rows, request.rows, max(request.contexts) + SLACK)
     started = time.perf_counter()
-    program = StepProgram(config, backend, shapes, experts)
+    program = (PeerProgram if request.peer else StepProgram)(config, backend, shapes, experts)
     say(f"{backend}: compiled in {time.perf_counter() - started:.0f} s")
     bandwidth = copy_bandwidth()
     say(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s")
     started = time.perf_counter()
-    params = jax.block_until_ready(random_weights.fill(program.params, config, experts))
+    params = jax.block_until_ready(program.weights())
     size = tree_bytes(params) / 1e9
     say(f"{backend}: {size:.1f} GB of weights in {time.perf_counter() - started:.0f} s")
     stream, cells = program.stream(), []
@@ -161,7 +169,13 @@ def _backend_cells(
         cell = {"backend": backend, "weights_gigabytes": round(size, 1)} | cell
         distinct = cell.pop("distinct")
         cell |= beside_floor(config, cell, bandwidth)
-        if backend == "fused" and cell.get("profile"):
+        if request.peer:
+            alone = dataclasses.replace(request, profile=False)
+            other, stream = _cell(alone, program.without_sum, params, stream, context, temperature, k)
+            exposed = (cell["milliseconds"] - other["milliseconds"]) / config.num_hidden_layers
+            cell["without_sum_milliseconds"] = other["milliseconds"]
+            cell["exposed_microseconds_per_layer"] = round(1e3 * exposed, 2)
+        elif backend == "fused" and cell.get("profile"):
             drafted = modelled_routing(config, k, CORRELATED).draft
             read = stream_bytes(program.params, distinct, drafted, k > 0)
             cell["streams"] = rates(cell["profile"], read, bandwidth)
@@ -174,31 +188,91 @@ class StepProgram:
     """The compiled step of one backend: run(params, stream, control) -> (stream, result, routes [L, R, K])."""
 
     def __init__(self, config: ModelConfig, backend: str, shapes: Shapes, experts: random_weights.Experts):
-        self.config, self.shapes = config, shapes
+        self.config, self.shapes, self.experts = config, shapes, experts
         params, build = abstract_weights(config, REAL_NUMERICS, backend)
         self.params = random_weights.with_resident(params, config, experts.resident)
         control = jax.eval_shape(lambda: control_of(config, 0, shapes.rows))
         stream = jax.eval_shape(lambda: empty_stream(config, shapes))
 
-        def step(params, stream, control):
-            model, routes = build(params), []
-            trunk = model.backbone.trunk
-
-            def recorded(*arguments):
-                made = trunk(*arguments)
-                routes.extend(made[0].routes)
-                return made
-
-            model.backbone.trunk = recorded
-            stream, result = speculative_step(model, stream, control, shapes.rows)
-            return stream, result, jnp.stack(routes)
-
+        step = step_with_routes(build, shapes.rows)
         lowered = jax.jit(step, donate_argnums=1).lower(self.params, stream, control)
         self.run = lowered.compile(compiler_options=compiler_options.here())
+
+    def weights(self) -> Any:
+        """Random ones."""
+        return random_weights.fill(self.params, self.config, self.experts)
 
     def stream(self) -> Stream:
         """A stream whose caches hold random rows."""
         return noisy(empty_stream(self.config, self.shapes))
+
+    def place(self, tree: Any) -> Any:
+        """Arrays where the program takes them."""
+        return tree
+
+
+class PeerProgram(StepProgram):
+    """The same for two devices that have half of the resident experts each, packed.
+
+    Args: alone, leave the sum over devices out: each goes on with the part of its own experts, which is wrong, and
+    says by its time what the sum costs.
+    """
+
+    bodies: type[ReferenceBodies] = FusedBodies
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        backend: str,
+        shapes: Shapes,
+        experts: random_weights.Experts,
+        alone: bool = False,
+    ):
+        self.config, self.shapes, self.experts = config, shapes, experts
+        self.mesh = peer_way.mesh_of(jax.devices())
+        params, _ = abstract_weights(config, REAL_NUMERICS, backend, -(-experts.resident // 2))
+        self.params = peer_way.of_both(params)
+        runner = peer_way.runner(self.mesh)
+        self.place = runner.place
+        control = jax.eval_shape(lambda: control_of(config, 0, shapes.rows))
+        stream = jax.eval_shape(lambda: empty_stream(config, shapes))
+
+        class Alone(self.bodies):
+            def over_devices(self, partial: jax.Array) -> jax.Array:
+                return partial
+
+        bodies = Alone if alone else self.bodies
+        step = step_with_routes(lambda packed: FusedModel(config, REAL_NUMERICS, packed, bodies), shapes.rows)
+        # Outputs matter to programs that are kept on disk, and this one is not.
+        self.run, _ = runner.pin("bench", step, (self.params, stream, control), None, 1, (), None)
+
+    def weights(self) -> Any:
+        """Random ones, each made on the devices that it is for."""
+        return random_weights.fill(self.params, self.config, self.experts, self.mesh)
+
+    @functools.cached_property
+    def without_sum(self) -> "PeerProgram":
+        """The program without the sum."""
+        return type(self)(self.config, "fused", self.shapes, self.experts, alone=True)
+
+
+def step_with_routes(build: Callable, rows: int) -> Callable:
+    """A step (params, stream, control) -> (stream, result, routes [L, R, K]) of the models that `build` makes."""
+
+    def step(params, stream, control):
+        model, routes = build(params), []
+        trunk = model.backbone.trunk
+
+        def recorded(*arguments):
+            made = trunk(*arguments)
+            routes.extend(made[0].routes)
+            return made
+
+        model.backbone.trunk = recorded
+        stream, result = speculative_step(model, stream, control, rows)
+        return stream, result, jnp.stack(routes)
+
+    return step
 
 
 def control_of(config: ModelConfig, k: int, rows: int, temperature: float = 0.0) -> Control:
@@ -245,8 +319,8 @@ def _cell(
     request: Request, program: StepProgram, params, stream: Stream, context: int, temperature: float, k: int
 ):
     """Times one draft length behind one context: the figures, and the stream to go on with."""
-    control = control_of(request.config, k, request.rows, temperature)
-    stream = at_context(stream, context, request.config)
+    control = program.place(control_of(request.config, k, request.rows, temperature))
+    stream = program.place(at_context(stream, context, request.config))
 
     def loop(stream: Stream, steps: int):
         for _ in range(steps):
@@ -339,6 +413,9 @@ def describe(cell: dict[str, Any]) -> str:
     launches = (
         f", {profile['kernels_per_step']:,.0f} kernels, idle {100 * cell['idle']:.1f} %" if profile else ""
     )
+    exposed = cell.get("exposed_microseconds_per_layer")
+    if exposed is not None:
+        launches += f", {exposed:.1f} us a layer for the sum over devices"
     return (
         f"{cell['backend']} k={cell['k']} T={cell['temperature']:g} at {cell['context']:,}: "
         f"{cell['milliseconds']:.2f} ms, floor {cell['floor_milliseconds']:.2f} ms (x{cell['over_floor']:.2f}), "

@@ -52,10 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         parser,
         "--experts",
-        help="where routed experts lie: all on the device, or the cold ones in host memory, with made-up routes",
+        help="where routed experts lie: all on the device; the cold ones in host memory, with made-up routes; or one "
+        "half on each of two GPUs, which is also timed without the sum over both",
         default="resident",
         env=False,
-        **one_of("resident", "host"),
+        **one_of("resident", "host", "peer"),
     )
     whole_number = {"env": False, "metavar": "N"}
     add(
@@ -167,6 +168,7 @@ def _resident(options: argparse.Namespace) -> tuple[Timed, Shown]:
         draft_lengths=options.k or numbers(_K),
         contexts=options.context or numbers(_CONTEXT),
         resident=options.experts_resident,
+        peer=options.experts == "peer",
         rows=options.rows,
         temperatures=options.temperature,
         steps=options.steps,
@@ -257,6 +259,12 @@ def as_text(record: dict[str, Any]) -> str:
             f"{cell['floor_milliseconds']:>6.2f} {cell['over_floor']:>6.2f} {cell['experts_per_layer']['mean']:>8.1f} "
             f"{kernels:>8} {idle:>6}"
         )
+    for cell in record["cells"]:
+        if "exposed_microseconds_per_layer" in cell:
+            lines.append(
+                f"{title(cell)}: {cell['without_sum_milliseconds']:.2f} ms without the sum over devices, which costs "
+                f"{cell['exposed_microseconds_per_layer']:.1f} us a layer"
+            )
     for cell in record["cells"]:
         if cell.get("streams"):
             shares = ", ".join(f"{name} {100 * of['share']:.0f} %" for name, of in cell["streams"].items())

@@ -40,6 +40,7 @@ from pallas_kernels.tiles import PackedMatrix
 from v4flash.config import ModelConfig
 from v4flash.model.fused import specs
 from v4flash.model.numerics import Numerics
+from v4flash.model.paired_experts import ROLE
 
 
 class ReferenceBodies:
@@ -184,6 +185,10 @@ class ReferenceBodies:
             chosen=chosen, round_block=self.round_block, dtype=self.dtype,
         )  # fmt: skip
         return partial, kept.with_records(layer, records)
+
+    def over_devices(self, partial: jax.Array) -> jax.Array:
+        """The sum of both devices' partial outputs, on both; inside a `shard_map` over the axis ROLE."""
+        return jax.lax.psum(partial, ROLE)
 
     def logits(self, x: jax.Array, head: jax.Array) -> jax.Array:
         """float32 [R, V] of normed rows."""

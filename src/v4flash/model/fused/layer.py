@@ -27,7 +27,7 @@ from v4flash.config import LayerConfig, ModelConfig
 from v4flash.model.fused import specs
 from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.fused.packing import PackedLayer
-from v4flash.model.fused.peer import HeldExperts, joined, own_routes
+from v4flash.model.fused.peer import HeldExperts, own_part, own_routes
 from v4flash.model.numerics import Numerics, rope_frequencies
 from v4flash.state import DecodeState, closing_entries
 
@@ -282,7 +282,7 @@ def feed_forward(
     elif isinstance(pack.experts, HeldExperts):
         own = own_routes(pack.experts, routes)
         partial = run.ops.experts(behind.rounded, pack.experts.held, pack.shared, own, chosen)
-        partial = joined(pack.experts, partial, ids, run.count)
+        partial = run.ops.over_devices(own_part(pack.experts, partial, ids, run.count))
     else:
         partial = run.ops.experts(behind.rounded, pack.experts, pack.shared, routes, chosen)
     return behind.streams, behind.coefficients, Output(experts=partial, count=run.count), ids, kept

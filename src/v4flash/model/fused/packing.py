@@ -173,8 +173,8 @@ def pack_layer(config: ModelConfig, layer: LayerConfig, module: Layer) -> Packed
         *_published(routed.w1), *_published(routed.w3), *_published(routed.w2), f"{name} expert"
     )
     if isinstance(ffn.experts, PeerExperts):
-        table = ffn.experts.table
-        packed = HeldExperts(packed, jnp.stack([table.tier[...], table.slot[...]]))
+        places = ffn.experts.table
+        packed = HeldExperts(packed, jnp.stack([places.tier[...], places.slot[...]]))
     words = {
         **_named("projections", pack_fp8([_published(attn.wq_a), _published(attn.wkv)], block, name)),
         **_named("queries", pack_fp8(queries, block, name)),

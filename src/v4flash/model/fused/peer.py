@@ -1,8 +1,8 @@
 """The experts of a layer on two devices, on packed weights.
 
-Knows: which entries of a list of experts this device has, and how the partial outputs of both come together. Does not
-know: how experts are computed, or which expert lives where: that is a table beside the packed experts. What is said in
-`model/paired_experts.py` of `PeerExperts` holds here.
+Knows: which entries of a list of experts this device has, and which partial outputs are its own. Does not know: how
+experts are computed or outputs added over devices, or which expert lives where: that is a table beside the packed
+experts. What is said in `model/paired_experts.py` of `PeerExperts` holds here.
 """
 
 import dataclasses
@@ -36,8 +36,8 @@ def own_routes(experts: HeldExperts, routes: Routes) -> Routes:
     return routes._replace(expert_ids=jnp.where(own, slot, EMPTY))
 
 
-def joined(experts: HeldExperts, partial: jax.Array, ids: jax.Array, count: jax.Array) -> jax.Array:
-    """Partial outputs [R, K + 1, D] of both devices from those of one, which leaves the others' choices unwritten.
+def own_part(experts: HeldExperts, partial: jax.Array, ids: jax.Array, count: jax.Array) -> jax.Array:
+    """Partial outputs [R, K + 1, D] with zeros where the other device's count, which nobody wrote here.
 
     The shared expert is computed by both and counted once. Args: ids int32 [R, K]; count int32 [], live rows.
     """
@@ -45,4 +45,4 @@ def joined(experts: HeldExperts, partial: jax.Array, ids: jax.Array, count: jax.
     live = (jnp.arange(ids.shape[0]) < count)[:, None]
     chosen = live & (experts.places[0, ids] == role)
     here = jnp.concatenate([chosen, jnp.broadcast_to(role == 0, live.shape)], axis=1)
-    return jax.lax.psum(jnp.where(here[..., None], partial, 0), ROLE)
+    return jnp.where(here[..., None], partial, 0)
