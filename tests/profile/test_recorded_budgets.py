@@ -116,7 +116,7 @@ def test_the_real_step_still_compiles_to_its_record(name):
     assert now["aliased_bytes"] == now["state_bytes"] and now["not_in_place"] == []
     assert now["spills"] == now["state_copies"] == 0
     assert now["kernels_by_part"].keys() == before["kernels_by_part"].keys(), AGAIN
-    growth = GROWTH[before["backend"]]
+    growth = GROWTH[before["backend"]] if experts == "resident" else STALE  # what surrounds a sum is XLA's
     if experts == "peer":
         assert now["collectives_per_step"] == now["layers"]
     for count in COUNTS:
