@@ -25,7 +25,7 @@ SHAPES = programs.Shapes(rows=8, chunk=8, context=96)
 HOT_COUNT, SPARE, TOKENS = 5, 2, 24
 
 
-def cut(toy: Toy, placement: Placement) -> nnx.State:
+def cut(toy: Toy, placement: Placement) -> fused_host_way.Parts:
     """The toy's parameters as loading leaves them."""
     memory = host_way.host_memory()
     parts = [
@@ -33,7 +33,7 @@ def cut(toy: Toy, placement: Placement) -> nnx.State:
         for path, variable in nnx.to_flat_state(toy.params)
         for own, array in host_way.put(placement, memory, path, variable.get_value()).items()
     ]
-    return nnx.from_flat_state(parts)
+    return fused_host_way.separated(nnx.from_flat_state(parts))
 
 
 def models(family: str) -> tuple[LanguageModel, LanguageModel]:

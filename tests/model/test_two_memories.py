@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from packed_toys import small_toy
 
-from v4flash.errors import UsageError
+from v4flash.errors import CapacityError, UsageError
 from v4flash.model.fused import two_memories
 from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.fused.model import ROWS, FusedModel
@@ -70,3 +70,15 @@ def test_tables_must_fill_their_tiers():
     every = np.arange(toy.config.n_routed_experts)
     with pytest.raises(UsageError, match="tier 1 of a layer has slots"):
         two_memories.divided(packed.layers[0].experts, np.stack([0 * every, every], axis=1))
+
+
+def test_refused_host_memory_is_one_sentence(monkeypatch):
+    def refuse(array, place):
+        raise RuntimeError("RESOURCE_EXHAUSTED: no room\nsecond line")
+
+    experts = pack_model(small_toy("v4").model).layers[0].experts
+    monkeypatch.setattr(jax, "device_put", refuse)
+    with pytest.raises(
+        CapacityError, match=r"were refused \(RESOURCE_EXHAUSTED: no room\); keep more experts on the"
+    ):
+        two_memories.moved_to_host(experts)

@@ -51,32 +51,54 @@ def open_host(
     opening.say(f"loading {opening.path}")
     put = functools.partial(host_way.put, placement, memory)
     loaded = load(opening.path, numerics, drafter=opening.drafter, put=put)
-    params = loaded.params
+    parts = separated(loaded.params)
     loaded = dataclasses.replace(loaded, graphdef=None, params=None)
     opening.say("packing")
-    weights = ChangingWeights(packed(config, numerics, params, placement, memory), None)
+    weights = ChangingWeights(packed(config, numerics, parts, placement, memory), None)
     weights.changed = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), empty)
     return dataclasses.replace(loaded, params=weights), dataclasses.replace(pinned, exchange=exchange)
 
 
-def packed(
-    config, numerics, params: nnx.State, placement: Placement, memory: jax.sharding.Sharding
-) -> PackedModel:
-    """Cut parameters packed, which are given up on the way: cold experts pass through the device layer by layer."""
-    hot, cold = [], {}
+@dataclasses.dataclass
+class Parts:
+    """Cut parameters: (path without tiers, variable) of what is on the device, and cold experts by layer and name."""
+
+    hot: list[tuple[tuple, Any]]
+    cold: dict[int, dict[tuple, jax.Array]]
+
+
+def separated(params: nnx.State) -> Parts:
+    """The parameters that loading cut into hot and cold ones."""
+    parts = Parts([], {})
     for path, variable in nnx.to_flat_state(params):
         if COLD_STACK in path:
-            cold.setdefault(path[2], {})[path[-2:]] = variable.get_value()
+            parts.cold.setdefault(path[2], {})[path[-2:]] = variable.get_value()
         else:
-            hot.append((published_path(path), variable))
+            parts.hot.append((published_path(path), variable))
+    return parts
+
+
+def packed(
+    config, numerics, parts: Parts, placement: Placement, memory: jax.sharding.Sharding
+) -> PackedModel:
+    """Cut parameters packed. Cold experts pass through the device layer by layer.
+
+    The parts are emptied on the way, and nothing else must hold them: no more than one layer of either exists twice.
+    Raises NoFusedBody for scales that packed tiles cannot hold.
+    """
     graphdef, _ = abstract_model(config, numerics)
-    model = backends.packed_weights(nnx.merge(graphdef, nnx.from_flat_state(hot)))
+    whole = nnx.merge(graphdef, nnx.from_flat_state(parts.hot))
+    parts.hot.clear()
+    model = backends.packed_weights(whole)
     layers = []
     for number, layer in enumerate(model.layers):
-        parts, device = cold.pop(number), jax.sharding.SingleDeviceSharding(backends.current_device())
-        moved = {name: jax.device_put(array, device) for name, array in parts.items()}
+        found, device = parts.cold.pop(number), jax.sharding.SingleDeviceSharding(backends.current_device())
+        moved = {name: jax.device_put(array, device) for name, array in found.items()}
         names = ((part, kind) for part in ("w1", "w3", "w2") for kind in ("weight", "scale"))
-        outside = pack_routed(*(moved[name] for name in names), f"layer {number} expert")
+        try:
+            outside = pack_routed(*(moved[name] for name in names), f"layer {number} expert")
+        except ValueError as error:
+            raise backends.no_fused_body(error) from error
         experts = TieredExperts(layer.experts, two_memories.moved_to_host(outside, memory))
         layers.append(dataclasses.replace(layer, experts=experts))
     return dataclasses.replace(model, layers=tuple(layers), placement=table(placement))

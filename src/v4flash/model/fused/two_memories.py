@@ -38,7 +38,7 @@ def moved_to_host(experts: PackedExperts, memory: jax.sharding.Sharding | None =
         said = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CapacityError(
             f"{records.nbytes / 1e9:.1f} GB of pinned host memory were refused ({said}); keep more experts on the "
-            "device, or raise the host's limit of locked memory"
+            "device, or raise XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, how much JAX pins (64 unless set)"
         ) from error
 
 
