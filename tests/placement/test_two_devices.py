@@ -53,7 +53,9 @@ def assert_same_texts(found: dict, tokens: int) -> None:
 
 @pytest.mark.parametrize(("family", "devices"), CASES)
 def test_texts_are_those_of_one_device_while_experts_move(family, devices, tmp_path):
-    request = Request(checkpoint(tmp_path / "toy", family), HOT, TOKENS, ("resident", "peer", "sidecar"))
+    request = Request(
+        checkpoint(tmp_path / "toy", family), HOT, TOKENS, ("resident", "peer", "host", "sidecar")
+    )
     found = texts(devices, request)
     assert_same_texts(found, TOKENS)
     peer = found["ways"]["peer"]
@@ -69,9 +71,16 @@ def small(tmp_path_factory) -> str:
     return str(folder)
 
 
-def test_certificate_and_routes_are_those_of_one_device(small):
-    found = texts(2, Request(small, HOT, 40, ("resident", "peer", "sidecar"), certify=True), **QUICK)
+def test_certificate_and_routes_are_those_of_one_device(small, tmp_path):
+    """And programs that were kept on disk run on the devices that they were compiled for."""
+    request = Request(small, HOT, 40, ("resident", "peer", "sidecar"), cache=True, certify=True)
+    settings = QUICK | {"V4FLASH_CACHE": str(tmp_path)}
+    found = texts(2, request, **settings)
     assert_same_texts(found, 40)
+    again = texts(2, dataclasses.replace(request, certify=False), **settings)
+    for way in request.ways:
+        assert (found["ways"][way]["cached"], again["ways"][way]["cached"]) == (False, True)
+        assert [again["ways"][way][s] for s in SAMPLINGS] == [found["ways"][way][s] for s in SAMPLINGS]
     routes = found["ways"]["resident"]["routes"]
     for way in found["ways"].values():
         assert way["verdict"] == "identical"

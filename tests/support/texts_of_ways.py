@@ -45,6 +45,7 @@ class Request:
       hot: hot experts of a layer.
       tokens: of each text.
       ways: of `v4flash.load`; 'packed' and 'packed peer' have packed weights and the operations' definitions.
+      cache: keep compiled programs where V4FLASH_CACHE says.
       certify: also certify drafting, and count routes.
       lose: instead of these, decode with a sidecar that stops answering after a few of its computations.
     """
@@ -53,6 +54,7 @@ class Request:
     hot: int
     tokens: int
     ways: tuple[str, ...]
+    cache: bool = False
     certify: bool = False
     lose: bool = False
 
@@ -76,7 +78,7 @@ def opened(request: Request, way: str) -> LanguageModel:
     options = {} if way == ways.RESIDENT else {"experts": way, "hot_experts": request.hot}
     return language_model.load(
         path, rows=SHAPES.rows, chunk=SHAPES.chunk, context=SHAPES.context, mode="exact", dtype="float32",
-        compile_cache=False, **options,
+        compile_cache=request.cache, **options,
     )  # fmt: skip
 
 
@@ -148,6 +150,7 @@ def main() -> None:
     request, compilations, found = Request(**json.loads(sys.argv[1])), Compilations(), {}
     for way in request.ways if not request.lose else ():
         model, own = opened(request, way), {"moved": 0}
+        own["cached"] = model.programs.cached
         for sampling, temperature in SAMPLINGS.items():
             before = compilations.count
             own[sampling], moved = text(model, temperature, request.tokens)
