@@ -82,7 +82,7 @@ def test_what_is_short_would_be_enough(flash):
 
 def test_what_would_fit_is_said(successor):
     """As many experts a layer as the message says find a place, and no more."""
-    with pytest.raises(CapacityError, match="so 366 experts a layer have a place"):
+    with pytest.raises(CapacityError, match="so 366 experts a layer have a place .342 with --experts peer"):
         plan.plan(successor, machine("h200-x2"), 65536, 5)
     for experts, fits in ((366, True), (367, False)):
         smaller = dataclasses.replace(successor, n_routed_experts=experts)

@@ -167,10 +167,16 @@ def _placed(config: ModelConfig, memories: tuple[Memory, ...], context: int) -> 
     if needed > room:
         beyond = "the second memory has" if len(memories) > 1 else "there is no second memory:"
         held = experts - math.ceil((needed - room) / (layers * expert))
+        both = hot + max(0, int((room - beside) // (layers * expert)))
+        paired = (
+            f" ({both} with --experts peer, where it holds the rest too)"
+            if room and not memories[1].host
+            else ""
+        )
         raise CapacityError(
             f"{_gib(needed - room)} GiB find no place: {hot} of {experts} experts a layer fit the first device, "
             f"the rest {'and the n-gram tables ' if place == 1 else ''}take {_gib(needed)} GiB, {beyond} {_gib(room)} "
-            f"to give, so {max(held, 0)} experts a layer have a place; a second memory of "
+            f"to give, so {max(held, 0)} experts a layer have a place{paired}; a second memory of "
             f"{_gib(needed + RESERVED)} GiB would do"
         )
     if place == 2 and tables > memories[2].size - RESERVED:
