@@ -27,7 +27,7 @@ import json
 import matplotlib.pyplot as plt
 
 import v4flash
-from v4flash.profile import floor, one_layer, targets
+from v4flash.profile import floor, machines, one_layer, targets
 
 MODEL, GPUS, BACKENDS = "v4-flash-0731", ("h200", "gb300"), ("xla", "fused")
 layers = {(gpu, backend): one_layer.layer(MODEL, gpu, backend) for gpu in GPUS for backend in BACKENDS}
@@ -96,21 +96,25 @@ figure.tight_layout()
 # ## Time
 #
 # Recorded on an H200 by `v4flash bench --random-weights`: the whole hand-fused step, 43 layers and the drafter,
-# kernel by kernel ([how, and what it leaves out](../docs/measurements/2026-11-30-h200-merged-launches.md)).
+# kernel by kernel ([how, and what it leaves out](../docs/measurements/2026-11-30-h200-native-launches.md)).
 # The floor is the time of the bytes above with the experts that were counted, at 4.3 TB/s. Plain XLA, in another
-# run, had 5,168 kernels that took 97 ms.
+# run, had 5,168 kernels that took 97 ms, and a step 133 ms.
 
 # %%
 FOLDER = targets.folder().parents[1] / "docs" / "measurements"
-record = json.loads((FOLDER / "2026-11-30-h200-step-v4-flash-merged.json").read_text())
-BANDWIDTH = targets.MEASURED_BANDWIDTH["h200"]
+record = json.loads((FOLDER / "2026-11-30-h200-step-v4-flash-native.json").read_text())
+BANDWIDTH = machines.machine("h200").memories[0].bandwidth.value
+greedy = [cell for cell in record["cells"] if cell["temperature"] == 0]
 print(f"{record['device']['kind']}, {record['experts_resident']} of {record['experts']} experts resident")
-print(f"{'k':>3}{'context':>9}{'experts':>9}{'kernels':>9}{'in kernels':>12}{'floor':>10}{'ratio':>7}")
-for cell in record["cells"]:
+print(
+    f"{'k':>3}{'context':>9}{'experts':>9}{'kernels':>9}{'in kernels':>12}{'step':>12}{'floor':>10}{'ratio':>7}"
+)
+for cell in sorted(greedy, key=lambda cell: cell["k"]):
     spent, ideal = cell["profile"]["kernel_microseconds"] / 1e3, cell["floor_bytes"] / BANDWIDTH * 1e3
     print(
         f"{cell['k']:>3}{cell['context']:>9,}{cell['experts_per_layer']['mean']:>9.1f}"
-        f"{cell['profile']['kernels_per_step']:>9,.0f}{spent:>9.2f} ms{ideal:>7.2f} ms{spent / ideal:>7.2f}"
+        f"{cell['profile']['kernels_per_step']:>9,.0f}{spent:>9.2f} ms{cell['milliseconds']:>9.2f} ms"
+        f"{ideal:>7.2f} ms{cell['milliseconds'] / ideal:>7.2f}"
     )
 
 # %% [markdown]
@@ -119,7 +123,7 @@ for cell in record["cells"]:
 # this figure.
 
 # %%
-cell = next(cell for cell in record["cells"] if (cell["k"], cell["context"]) == (5, 2048))
+cell = next(cell for cell in greedy if (cell["k"], cell["context"]) == (5, 2048))
 buckets = cell["profile"]["buckets"]
 figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
 for axis, index, unit, title in (

@@ -10,7 +10,7 @@ from toy_models import FAMILIES, Toy, toy, toy_json
 
 from v4flash.config import ModelConfig
 from v4flash.engine.backends import module_form, packed_form, packed_weights
-from v4flash.engine.programs import Shapes
+from v4flash.engine.programs import Runner, Shapes, executable
 from v4flash.errors import UsageError
 from v4flash.fidelity import routing_profile
 from v4flash.fidelity.model_routes import ModelRoutes
@@ -24,7 +24,9 @@ CONTEXT = 64
 def routes_of(made: Toy, chunk: int, form=None, params=None) -> ModelRoutes:
     """The routes of a toy on its modules, or on weights `params` of another form."""
     pinned = types.SimpleNamespace(
-        shapes=Shapes(8, chunk, CONTEXT), model=(form or module_form(made.graphdef)).model
+        shapes=Shapes(8, chunk, CONTEXT),
+        model=(form or module_form(made.graphdef)).model,
+        runner=Runner(executable),
     )
     return ModelRoutes(
         types.SimpleNamespace(
