@@ -40,6 +40,40 @@ def _sticky_half(x):
 
 
 @triton.jit
+def shared_sums(
+    words_ptr,
+    scales_ptr,
+    tile,
+    rows_ptr,
+    peaks_ptr,
+    BLOCKS: tl.constexpr,
+    SCALED: tl.constexpr,
+    ROUND: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """The sums of one tile of the shared expert's FP8 weights, of rows rounded by ROUND columns (0: as they are)."""
+    CHUNKS: tl.constexpr = (BLOCKS + 3) // 4
+    words, scales = words_ptr + tile * (CHUNKS * 1024), scales_ptr + tile * (CHUNKS * 2)
+    return fp8.tile_sums(
+        words,
+        scales,
+        rows_ptr,
+        peaks_ptr,
+        0,
+        32 * BLOCKS,
+        BLOCKS,
+        1,
+        WARPS,
+        SCALED,
+        ROUND,
+        False,
+        1,
+        True,
+        True,
+    )
+
+
+@triton.jit
 def store_hidden(
     sums,
     where,
@@ -140,22 +174,8 @@ def gate_up(
     index = expert * TILES + tile
     where = lanes.places(WARPS)
     if entry < 0:
-        sums = fp8.tile_sums(
-            shared_words_ptr + index * (CHUNKS * 1024),
-            shared_scales_ptr + index * (CHUNKS * 2),
-            rows_ptr,
-            rows_ptr,
-            0,
-            32 * BLOCKS,
-            BLOCKS,
-            1,
-            WARPS,
-            SCALED,
-            0,
-            False,
-            1,
-            True,
-            True,
+        sums = shared_sums(
+            shared_words_ptr, shared_scales_ptr, index, rows_ptr, rows_ptr, BLOCKS, SCALED, 0, WARPS
         )
     else:
         sums = fp4.tile_sums(
@@ -224,22 +244,8 @@ def down(
     warp, g, q = lanes.position(WARPS)
     routes = tl.maximum(entry, 0) * 8
     if entry < 0:
-        sums = fp8.tile_sums(
-            shared_words_ptr + index * (CHUNKS * 1024),
-            shared_scales_ptr + index * (CHUNKS * 2),
-            rows_ptr,
-            peaks_ptr,
-            0,
-            32 * BLOCKS,
-            BLOCKS,
-            1,
-            WARPS,
-            SCALED,
-            ROUND,
-            False,
-            1,
-            True,
-            True,
+        sums = shared_sums(
+            shared_words_ptr, shared_scales_ptr, index, rows_ptr, peaks_ptr, BLOCKS, SCALED, ROUND, WARPS
         )
     else:
         sums = fp4.tile_sums(

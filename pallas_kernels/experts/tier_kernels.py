@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.experts import tiers
-from pallas_kernels.experts.kernels import store_hidden, store_partial
-from pallas_kernels.register_mma import fp4, fp8, lanes
+from pallas_kernels.experts.kernels import shared_sums, store_hidden, store_partial
+from pallas_kernels.register_mma import fp4, lanes
 
 HOT, COLD, KEPT = tl.constexpr(tiers.HOT), tl.constexpr(tiers.COLD), tl.constexpr(tiers.KEPT)
 SHARED, NOTHING = tl.constexpr(tiers.SHARED), tl.constexpr(tiers.NOTHING)
@@ -110,6 +110,54 @@ def _tile(
 
 
 @triton.jit
+def _routed_sums(
+    words_ptr, scales_ptr, cold_ptr, records_ptr, place, source, tile, rows_ptr, peaks_ptr, row_blocks,
+    BLOCKS: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr, SPARSE: tl.constexpr, FENCED: tl.constexpr,
+    KEPT_FENCED: tl.constexpr, WARPS: tl.constexpr, RECORD: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """`fp4.tile_sums` of one tile of the expert at a place, copied to its spare slot first where it is to be kept."""
+    CHUNKS: tl.constexpr = (BLOCKS + 3) // 4
+    slot, keep = tl.load(place + 2).to(tl.int64), tl.load(place + 3).to(tl.int64)
+    words, scales = _tile(
+        words_ptr, scales_ptr, cold_ptr, records_ptr, source, slot, tile, TILES, CHUNKS, RECORD, WORDS, SCALES
+    )
+    if keep < 0:
+        sums = fp4.tile_sums(
+            words, scales, rows_ptr, peaks_ptr, row_blocks, BLOCKS, WARPS, TOGETHER, SPARSE, FENCED
+        )
+    else:
+        own_words, own_scales = _tile(
+            words_ptr,
+            scales_ptr,
+            cold_ptr,
+            records_ptr,
+            KEPT,
+            keep,
+            tile,
+            TILES,
+            CHUNKS,
+            RECORD,
+            WORDS,
+            SCALES,
+        )
+        fp4.copy_tile(words, scales, own_words, own_scales, BLOCKS, WARPS)
+        sums = fp4.tile_sums(
+            own_words,
+            own_scales,
+            rows_ptr,
+            peaks_ptr,
+            row_blocks,
+            BLOCKS,
+            WARPS,
+            TOGETHER,
+            SPARSE,
+            KEPT_FENCED,
+            True,
+        )
+    return sums
+
+
+@triton.jit
 def gate_up_tiered(
     rows_ptr,
     words_ptr,
@@ -145,54 +193,16 @@ def gate_up_tiered(
     if source == NOTHING:
         return
     entry = tl.load(place) - 1
-    CHUNKS: tl.constexpr = (BLOCKS + 3) // 4
     where = lanes.places(WARPS)
     if source == SHARED:
-        sums = fp8.tile_sums(
-            shared_words_ptr + tile * (CHUNKS * 1024),
-            shared_scales_ptr + tile * (CHUNKS * 2),
-            rows_ptr,
-            rows_ptr,
-            0,
-            32 * BLOCKS,
-            BLOCKS,
-            1,
-            WARPS,
-            SCALED,
-            0,
-            False,
-            1,
-            True,
-            True,
+        sums = shared_sums(
+            shared_words_ptr, shared_scales_ptr, tile, rows_ptr, rows_ptr, BLOCKS, SCALED, 0, WARPS
         )
     else:
-        slot, keep = tl.load(place + 2).to(tl.int64), tl.load(place + 3).to(tl.int64)
-        words, scales = _tile(
-            words_ptr,
-            scales_ptr,
-            cold_ptr,
-            records_ptr,
-            source,
-            slot,
-            tile,
-            TILES,
-            CHUNKS,
-            RECORD,
-            WORDS,
-            SCALES,
-        )
-        if keep < 0:
-            sums = fp4.tile_sums(words, scales, rows_ptr, rows_ptr, 4, BLOCKS, WARPS, 0, False, FENCED)
-        else:
-            record = records_ptr + keep * RECORD
-            own_words, own_scales = (
-                record + (WORDS + tile * (CHUNKS * 512)),
-                record + (SCALES + tile * (CHUNKS * 32)),
-            )
-            fp4.copy_tile(words, scales, own_words, own_scales, BLOCKS, WARPS)
-            sums = fp4.tile_sums(
-                own_words, own_scales, rows_ptr, rows_ptr, 4, BLOCKS, WARPS, 0, False, True, True
-            )
+        sums = _routed_sums(
+            words_ptr, scales_ptr, cold_ptr, records_ptr, place, source, tile, rows_ptr, rows_ptr, 4,
+            BLOCKS, TILES, 0, False, FENCED, True, WARPS, RECORD, WORDS, SCALES,
+        )  # fmt: skip
     store_hidden(
         sums,
         where,
@@ -241,56 +251,18 @@ def down_tiered(
     if source == NOTHING:
         return
     entry = tl.load(place) - 1
-    CHUNKS: tl.constexpr = (BLOCKS + 3) // 4
     where = lanes.places(WARPS)
     rows_ptr = hidden_ptr + (entry + 1) * (8 * 32 * BLOCKS)
     peaks_ptr += (entry + 1) * (8 * 4 * BLOCKS)
     warp, g, q = lanes.position(WARPS)
     if source == SHARED:
-        sums = fp8.tile_sums(
-            shared_words_ptr + tile * (CHUNKS * 1024),
-            shared_scales_ptr + tile * (CHUNKS * 2),
-            rows_ptr,
-            peaks_ptr,
-            0,
-            32 * BLOCKS,
-            BLOCKS,
-            1,
-            WARPS,
-            SCALED,
-            ROUND,
-            False,
-            1,
-            True,
-            True,
+        sums = shared_sums(
+            shared_words_ptr, shared_scales_ptr, tile, rows_ptr, peaks_ptr, BLOCKS, SCALED, ROUND, WARPS
         )
     else:
-        slot, keep = tl.load(place + 2).to(tl.int64), tl.load(place + 3).to(tl.int64)
-        words, scales = _tile(
-            words_ptr,
-            scales_ptr,
-            cold_ptr,
-            records_ptr,
-            source,
-            slot,
-            tile,
-            TILES,
-            CHUNKS,
-            RECORD,
-            WORDS,
-            SCALES,
-        )
         used = tl.where(tl.load(slot_ptr + entry * 8 + g) >= 0, 4, 0)
-        if keep < 0:
-            sums = fp4.tile_sums(words, scales, rows_ptr, peaks_ptr, used, BLOCKS, WARPS, ROUND, True, FENCED)
-        else:
-            record = records_ptr + keep * RECORD
-            own_words, own_scales = (
-                record + (WORDS + tile * (CHUNKS * 512)),
-                record + (SCALES + tile * (CHUNKS * 32)),
-            )
-            fp4.copy_tile(words, scales, own_words, own_scales, BLOCKS, WARPS)
-            sums = fp4.tile_sums(
-                own_words, own_scales, rows_ptr, peaks_ptr, used, BLOCKS, WARPS, ROUND, True, False, True
-            )
+        sums = _routed_sums(
+            words_ptr, scales_ptr, cold_ptr, records_ptr, place, source, tile, rows_ptr, peaks_ptr, used,
+            BLOCKS, TILES, ROUND, True, FENCED, False, WARPS, RECORD, WORDS, SCALES,
+        )  # fmt: skip
     store_partial(sums, where, entry, tile, slot_ptr, partial_ptr, TILES, CHOSEN, WARPS)
