@@ -1,18 +1,17 @@
-"""Expert ids of whole texts by a model that decodes: the same weights, backend and number types.
+"""Expert ids of whole texts by a model that decodes.
 
-Knows: one more program beside the two that decode, run in chunks of the prefill's length, whose dead rows are left out.
-Does not know: what the ids are counted for.
+Knows: which expert ids a pass gives, and that its dead rows are left out. Does not know: how texts are run, or what the
+ids are counted for.
 """
 
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from v4flash.engine.language_model import LanguageModel
-from v4flash.engine.programs import new_state
+from v4flash.fidelity.text_passes import TextPasses
 
 
 class ModelRoutes:
@@ -22,32 +21,11 @@ class ModelRoutes:
     """
 
     def __init__(self, model: LanguageModel, cache: Path | None = None):
-        self._model, self._chunk = model, model.programs.shapes.chunk
-
-        def run(params, decode, tokens, count):
-            trunk, written = model.programs.model(params).backbone.trunk(tokens, decode, count)
-            return written.advance(count), jnp.stack(trunk.routes)
-
-        decode = jax.eval_shape(self._empty)
-        tokens, count = jnp.zeros((self._chunk,), jnp.int32), jnp.zeros((), jnp.int32)
-        self._run, _ = model.programs.runner.pin(
-            "model_routes",
-            run,
-            (model.params, decode, tokens, count),
-            (decode, 0),
-            1,
-            (model.backend, repr(model.config), repr(model.numerics), repr(model.programs.shapes)),
-            cache,
+        self._passes = TextPasses(
+            model, lambda backbone, trunk: jnp.stack(trunk.routes), "model_routes", cache
         )
 
-    def _empty(self):
-        return new_state(self._model.config, self._model.numerics, self._model.programs.shapes)
-
     def __call__(self, ids: Sequence[int]) -> np.ndarray:
-        decode, found = self._empty(), []
-        for start in range(0, len(ids), self._chunk):
-            part = list(ids[start : start + self._chunk])
-            tokens = jnp.asarray(part + [0] * (self._chunk - len(part)), jnp.int32)
-            decode, routes = self._run(self._model.params, decode, tokens, jnp.asarray(len(part), jnp.int32))
-            found.append(np.asarray(self._model.programs.runner.read(routes), np.int32)[:, : len(part)])
-        return np.concatenate(found, axis=1)
+        return np.concatenate(
+            [routes.astype(np.int32)[:, :rows] for routes, rows in self._passes(ids)], axis=1
+        )
