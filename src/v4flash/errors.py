@@ -26,3 +26,8 @@ class CapacityError(V4FlashError):
     """Something that does not fit the device or the planned context (exit code 4)."""
 
     exit_code = 4
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or its type's name where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -18,7 +18,7 @@ from pallas_kernels import launch
 from pallas_kernels.experts.tiers import Kept
 from v4flash.checkpoint.inventory import abstract_model
 from v4flash.config import ModelConfig
-from v4flash.errors import CapacityError, UsageError, V4FlashError
+from v4flash.errors import CapacityError, UsageError, V4FlashError, first_line
 from v4flash.model.drafter import Model
 from v4flash.model.experts import Experts, RoutedExperts
 from v4flash.model.fused.bodies import ReferenceBodies
@@ -231,8 +231,7 @@ def packed_weights(model: Model) -> PackedModel:
 
 def no_fused_body(error: Exception) -> NoFusedBody:
     """The sentence for what an operation or Triton said."""
-    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return NoFusedBody(f"this checkpoint does not fit backend fused: {said}; {_INSTEAD}")
+    return NoFusedBody(f"this checkpoint does not fit backend fused: {first_line(error)}; {_INSTEAD}")
 
 
 def reason(error: V4FlashError) -> str:

@@ -6,6 +6,7 @@ Does not know: what a step does with them.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import flax.nnx as nnx
@@ -18,7 +19,7 @@ from v4flash.checkpoint.loading import LoadedModel, load, whole
 from v4flash.checkpoint.names import ModulePath, is_stacked
 from v4flash.engine import backends, programs
 from v4flash.engine.backends import ChangingWeights
-from v4flash.errors import CapacityError
+from v4flash.errors import CapacityError, first_line
 from v4flash.model.host_experts import CACHE, COLD_STACK, HOT_STACK, TABLE, HostExperts, stack_path
 from v4flash.placement.cache import Held
 from v4flash.placement.table import COLD, HOT, Placement
@@ -39,7 +40,7 @@ def host_memory() -> jax.sharding.SingleDeviceSharding:
             sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
             jax.block_until_ready(jax.device_put(np.zeros((1,), np.uint8), sharding))
         except (ValueError, RuntimeError) as error:
-            refused = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            refused = first_line(error)
             continue
         return sharding
     raise CapacityError(
@@ -84,7 +85,7 @@ def put(
     try:
         outside = jax.block_until_ready(jax.device_put(cold, memory))
     except (ValueError, RuntimeError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said = first_line(error)
         raise CapacityError(
             f"{memory.memory_kind} memory refused {cold.nbytes / 1e9:.2f} GB of layer {layer}'s cold experts ({said}); "
             "raise --hot-experts, or XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, how much JAX pins (64 unless set)"
@@ -137,10 +138,17 @@ def exchange(
         hot[number], cold[number] = stack, jax.device_put(written, outside.sharding)
     for name, leaves in ((HOT_STACK, hot), (COLD_STACK, cold)):
         experts[name] = jax.tree.unflatten(stacks[name][1], leaves)
+    rewrite_table(experts, placement, layer)
+    return placement
+
+
+def rewrite_table(
+    experts: nnx.State, placement: Placement, layer: int, put: Callable[[np.ndarray], jax.Array] = jnp.asarray
+) -> None:
+    """Brings the table among a layer's routed experts up to date."""
     for name in ("tier", "slot"):
         variable = experts[TABLE][name]
-        experts[TABLE][name] = variable.replace(jnp.asarray(getattr(placement, name)[layer]))
-    return placement
+        experts[TABLE][name] = variable.replace(put(getattr(placement, name)[layer]))
 
 
 @jax.jit

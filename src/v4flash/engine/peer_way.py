@@ -23,7 +23,8 @@ from v4flash.checkpoint.loading import LoadedModel, Put, load
 from v4flash.checkpoint.names import ModulePath, is_stacked
 from v4flash.config import ModelConfig
 from v4flash.engine import backends, programs
-from v4flash.errors import CapacityError
+from v4flash.engine.host_way import rewrite_table
+from v4flash.errors import CapacityError, first_line
 from v4flash.model.experts import RoutedExperts
 from v4flash.model.fused.bodies import FusedBodies, ReferenceBodies
 from v4flash.model.fused.packing import PackedModel
@@ -116,7 +117,7 @@ def put(
             stack_path(path, HELD_STACK): jax.block_until_ready(_divided(placement, mesh, path[2], value))
         }
     except (ValueError, RuntimeError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said = first_line(error)
         raise CapacityError(
             f"a device refused {'.'.join(map(str, path))} ({said}); see which experts fit with `v4flash plan`"
         ) from error
@@ -244,14 +245,13 @@ def exchange(
         slots = np.array([placement.slot[layer, leaving], placement.slot[layer, coming]], np.int32)
         held = _swap(mesh)(held, slots)
         placement = placement.swapped(layer, leaving, coming)
-    rows = {name: getattr(placement, name)[layer] for name in ("tier", "slot")}
     everywhere = NamedSharding(mesh, WHOLE)
     if packed:
-        experts.held, experts.places = held, jax.device_put(np.stack(list(rows.values())), everywhere)
-        return placement
-    experts[HELD_STACK] = held
-    for name, row in rows.items():
-        experts[TABLE][name] = experts[TABLE][name].replace(jax.device_put(row, everywhere))
+        places = np.stack([placement.tier[layer], placement.slot[layer]])
+        experts.held, experts.places = held, jax.device_put(places, everywhere)
+    else:
+        experts[HELD_STACK] = held
+        rewrite_table(experts, placement, layer, lambda row: jax.device_put(row, everywhere))
     return placement
 
 

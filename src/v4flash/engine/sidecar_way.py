@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import flax.nnx as nnx
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
@@ -19,13 +18,13 @@ from v4flash.checkpoint.loading import LoadedModel, load, whole
 from v4flash.checkpoint.names import ModulePath, is_stacked
 from v4flash.config import ModelConfig
 from v4flash.engine import programs
-from v4flash.engine.host_way import replaced, taken
+from v4flash.engine.host_way import replaced, rewrite_table, taken
 from v4flash.engine.peer_way import with_tables
-from v4flash.errors import CapacityError
-from v4flash.model.experts import Experts
+from v4flash.errors import CapacityError, first_line
+from v4flash.model.experts import Experts, own_contributions
 from v4flash.model.host_experts import HELD_STACK, TABLE, stack_path
 from v4flash.model.numerics import Numerics
-from v4flash.model.paired_experts import SidecarExperts, contributions
+from v4flash.model.paired_experts import SidecarExperts
 from v4flash.placement.cutting import Cut, cut
 from v4flash.placement.second_device import SecondDevice
 from v4flash.placement.staged import Staged
@@ -112,7 +111,7 @@ class Sidecar:
         try:
             inside = jax.block_until_ready(jax.device_put(cold, self._device))
         except (ValueError, RuntimeError) as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            said = first_line(error)
             raise CapacityError(
                 f"{self._device} refused {cold.nbytes / 1e9:.2f} GB of layer {layer}'s cold experts ({said}); raise "
                 "--hot-experts"
@@ -167,9 +166,7 @@ class Sidecar:
                 cold[path] = replaced(cold[path], jax.device_put(gone, self._device), outer)
             placement = placement.swapped(layer, leaving, coming)
         experts[HELD_STACK] = nnx.from_flat_state(list(hot.items()))
-        for name in ("tier", "slot"):
-            variable = experts[TABLE][name]
-            experts[TABLE][name] = variable.replace(jnp.asarray(getattr(placement, name)[layer]))
+        rewrite_table(experts, placement, layer)
         return placement
 
     def _prepare(self, found: Cut, cache) -> bool:
@@ -189,7 +186,7 @@ class Sidecar:
             named = zip(self._variables, stacks, strict=True)
             flat = [(path, variable.replace(stack)) for (path, variable), stack in named]
             held = nnx.merge(self._graph, nnx.from_flat_state(flat))
-            return contributions(held, x, places, weights, every=self._count <= places.size)
+            return own_contributions(held, x, places, weights, every=self._count <= places.size)
 
         here = SingleDeviceSharding(self._device)
         stacks = [variable.get_value() for _, variable in self._variables]

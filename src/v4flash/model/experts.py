@@ -109,6 +109,15 @@ class Experts(nnx.Module):
 RoutedExperts = Callable[[ModelConfig, Numerics, int], nnx.Module]
 
 
+def own_contributions(
+    held: Experts, x: jax.Array, places: jax.Array, weights: jax.Array, *, every: bool
+) -> jax.Array:
+    """`Experts.contributions` of a stack with some of the chosen experts; exact zeros where the place is NOWHERE."""
+    here = places != NOWHERE
+    made = held.contributions(x, places, jnp.where(here, weights, 0.0), every=every)
+    return jnp.where(here[..., None], made, 0.0)
+
+
 def summed(contributions: jax.Array) -> jax.Array:
     """The routed output [T, D] of contributions [T, K, D], added in the order of a row's choices."""
     return jnp.sum(contributions, axis=1)

@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from v4flash.config import ModelConfig
-from v4flash.model.experts import NOWHERE, Experts, summed
+from v4flash.model.experts import NOWHERE, Experts, own_contributions, summed
 from v4flash.model.numerics import Numerics
 from v4flash.placement import cache as slots
 from v4flash.placement.table import HOT
@@ -92,9 +92,7 @@ class HostExperts(nnx.Module):
 
         def made(experts: Experts, places: jax.Array, here: jax.Array) -> jax.Array:
             """Contributions of the choices that are `here` bool [T, K], zeros for the others."""
-            weighed = jnp.where(here, weights, 0.0)
-            found = experts.contributions(x, jnp.where(here, places, NOWHERE), weighed, every=every)
-            return jnp.where(here[..., None], found, 0.0)
+            return own_contributions(experts, x, jnp.where(here, places, NOWHERE), weights, every=every)
 
         graph, start = nnx.split(self.cache)
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from v4flash.config import ModelConfig
-from v4flash.model.experts import NOWHERE, Experts, summed
+from v4flash.model.experts import NOWHERE, Experts, own_contributions, summed
 from v4flash.model.host_experts import ExpertTable
 from v4flash.model.numerics import Numerics
 from v4flash.placement import cutting
@@ -36,15 +36,6 @@ class _PairedExperts(nnx.Module):
         return jnp.where(self.table.tier[...][ids] == tier, self.table.slot[...][ids], NOWHERE)
 
 
-def contributions(
-    held: Experts, x: jax.Array, places: jax.Array, weights: jax.Array, *, every: bool
-) -> jax.Array:
-    """As `Experts.contributions`, with exact zeros where the place is NOWHERE."""
-    here = places != NOWHERE
-    made = held.contributions(x, places, jnp.where(here, weights, 0.0), every=every)
-    return jnp.where(here[..., None], made, 0.0)
-
-
 class PeerExperts(_PairedExperts):
     """Experts of one of two devices in a mesh; must run inside a `shard_map` over the axis ROLE.
 
@@ -62,7 +53,7 @@ class PeerExperts(_PairedExperts):
     def __call__(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         """As `Experts`: [T, D], the same on both devices."""
         places = self.places(ids, jax.lax.axis_index(ROLE))
-        mine = contributions(self.held, x, places, weights, every=self.count <= ids.size)
+        mine = own_contributions(self.held, x, places, weights, every=self.count <= ids.size)
         return summed(jax.lax.psum(mine, ROLE))
 
 
@@ -72,5 +63,5 @@ class SidecarExperts(_PairedExperts):
     def __call__(self, x: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:
         """As `Experts`: [T, D]."""
         ticket = cutting.send(x, self.places(ids, COLD), weights)
-        near = contributions(self.held, x, self.places(ids, HOT), weights, every=self.count <= ids.size)
+        near = own_contributions(self.held, x, self.places(ids, HOT), weights, every=self.count <= ids.size)
         return summed(near + cutting.receive(ticket, near))

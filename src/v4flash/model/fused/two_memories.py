@@ -14,7 +14,7 @@ import numpy as np
 from pallas_kernels.experts import tiers
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.tiers import COLD, HOT, Kept, TieredExperts
-from v4flash.errors import CapacityError, UsageError
+from v4flash.errors import CapacityError, UsageError, first_line
 from v4flash.model.fused.packing import PackedLayer, PackedModel
 
 PINNED = "pinned_host"
@@ -35,7 +35,7 @@ def moved_to_host(experts: PackedExperts, memory: jax.sharding.Sharding | None =
     try:
         return jax.block_until_ready(jax.device_put(records, memory or host_memory()))
     except (RuntimeError, ValueError) as error:
-        said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        said = first_line(error)
         raise CapacityError(
             f"{records.nbytes / 1e9:.1f} GB of pinned host memory were refused ({said}); keep more experts on the "
             "device, or raise XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB, how much JAX pins (64 unless set)"
