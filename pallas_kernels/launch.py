@@ -114,7 +114,7 @@ class _Launch:
     def to_proto(self, name: str, metadata: bytes | None) -> "_Launch":
         return self
 
-    def attributes(self, offsets: Sequence[int], outputs: int) -> dict[str, Any]:
+    def attributes(self, offsets: tuple[int, ...], outputs: int) -> dict[str, Any]:
         """The attributes of XLA's custom call for PTX; outputs stand between operands and scratch.
 
         Args: offsets, of each operand in bytes; outputs, their number.
@@ -152,7 +152,7 @@ def _lowering(target, *, api_version, backend_config: _Launch, operand_output_al
         unused = np.zeros((1,), np.int32)
         operands = [array for array, _ in placed] + [mlir.ir_constant(unused)] * _SCRATCH
         lowered = jax.ffi.ffi_lowering(TARGET, api_version=4, operand_output_aliases=kept)
-        attributes = backend_config.attributes([offset for _, offset in placed], len(context.avals_out))
+        attributes = backend_config.attributes(tuple(offset for _, offset in placed), len(context.avals_out))
         shapes = [jax.core.ShapedArray(array.type.shape, unused.dtype) for array in operands]
         return lowered(context.replace(avals_in=shapes), *operands, **attributes)
 

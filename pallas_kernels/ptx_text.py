@@ -3,8 +3,8 @@
 Knows: how LLVM writes parameters, comments and line numbers. Does not know: what a kernel does, or who launches it.
 """
 
+import functools
 import re
-from collections.abc import Sequence
 
 _DECLARED = re.compile(r"^\s*\.shared [^;]*\[(\d+)\];", re.MULTILINE)
 _ASKED = re.compile(r"\.extern (\.shared [^;]*?)\[\];")
@@ -25,7 +25,8 @@ def short(ptx: str) -> str:
     return re.sub(r"\s*\n\s*", "\n", re.sub(r"[ \t]+", " ", code)).strip() + "\n"
 
 
-def with_offsets(ptx: str, name: str, offsets: Sequence[int]) -> str:
+@functools.cache  # the layers of a model share their kernels and offsets
+def with_offsets(ptx: str, name: str, offsets: tuple[int, ...]) -> str:
     """The kernel with `offsets[i]` bytes added to its pointer parameter i where it is loaded.
 
     Raises ValueError for a parameter that is read in any other way.

@@ -63,7 +63,7 @@ def test_the_short_text_is_the_same_kernel():
 
 
 def test_an_offset_is_added_where_its_parameter_is_loaded():
-    moved = ptx_text.with_offsets(ptx_text.short(KERNEL), "copy", [0, 256])
+    moved = ptx_text.with_offsets(ptx_text.short(KERNEL), "copy", (0, 256))
     assert "ld.param.b64 %rd2, [copy_param_1];\nadd.s64 %rd2, %rd2, 256;\n" in moved
     assert moved.count("add.s64") == 1
     registers(moved)
@@ -71,24 +71,24 @@ def test_an_offset_is_added_where_its_parameter_is_loaded():
 
 def test_every_load_of_a_parameter_gets_its_offset():
     twice = ptx_text.short(KERNEL).replace("ret;", "ld.param.u64 %rd1, [copy_param_0];\nret;")
-    assert ptx_text.with_offsets(twice, "copy", [16, 0]).count("add.s64 %rd1, %rd1, 16;") == 2
+    assert ptx_text.with_offsets(twice, "copy", (16, 0)).count("add.s64 %rd1, %rd1, 16;") == 2
 
 
 def test_no_offset_leaves_the_text_alone():
     short = ptx_text.short(KERNEL)
-    assert ptx_text.with_offsets(short, "copy", [0, 0]) == short
+    assert ptx_text.with_offsets(short, "copy", (0, 0)) == short
 
 
 def test_a_parameter_that_is_no_plain_load_is_refused():
     odd = ptx_text.short(KERNEL).replace("ret;", "mov.b64 %rd1, copy_param_0;\nret;")
     with pytest.raises(ValueError, match="parameter 0 by other means"):
-        ptx_text.with_offsets(odd, "copy", [16, 0])
+        ptx_text.with_offsets(odd, "copy", (16, 0))
 
 
 def test_a_parameter_of_two_digits_is_another_one():
     ptx = ".entry k(\n.param .u64 k_param_1,\n.param .u64 k_param_10\n)\nld.param.b64 %rd1, [k_param_10];\n"
-    assert ptx_text.with_offsets(ptx, "k", [0, 8]) == ptx
-    assert "add.s64 %rd1, %rd1, 8;" in ptx_text.with_offsets(ptx, "k", [0] * 10 + [8])
+    assert ptx_text.with_offsets(ptx, "k", (0, 8)) == ptx
+    assert "add.s64 %rd1, %rd1, 8;" in ptx_text.with_offsets(ptx, "k", (0,) * 10 + (8,))
 
 
 @pytest.mark.parametrize(
