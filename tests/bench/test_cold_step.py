@@ -9,7 +9,7 @@ import pytest
 from tiny_step import tiny_json
 
 from pallas_kernels.experts import reference
-from v4flash.bench import cold_routes, cold_step
+from v4flash.bench import cold_cells, cold_routes, cold_step
 from v4flash.cli import main
 from v4flash.config import ModelConfig
 from v4flash.errors import UsageError
@@ -75,7 +75,7 @@ def test_a_step_reads_the_lists_it_was_given():
 def test_wrong_requests_are_refused(wrong):
     config = ModelConfig.from_dict(tiny_json(drafter=True))
     with pytest.raises(UsageError):
-        cold_step.Request(**{"config": config, "hot": 5, "draft_length": 1, "context": 200} | wrong)
+        cold_cells.Request(**{"config": config, "hot": 5, "draft_length": 1, "context": 200} | wrong)
 
 
 @pytest.mark.slow  # two programs are compiled

@@ -1,109 +1,60 @@
 """One speculative step whose experts lie in two memories, beside the same step with all of its experts on the device.
 
-Knows: which routes each cell is given, how misses are counted, and what is compared bit by bit before anything is
-timed. Does not know: how routes are made up (cold_routes), how time is taken in general (real_step), or how a record is
-shown.
+Knows: how hand-fused programs get routes, where misses are counted, and what is compared bit by bit before anything is
+timed. Does not know: how routes are made up (cold_routes), or what is timed and recorded of them (cold_cells).
 
 The router runs, but its choice is replaced by made-up routes: random weights would choose without regard to what is
-hot. Cells of one cold share, all with the same number of different experts a layer:
-
-    resident      cold experts redirected to hot ones, in a program that knows no cold experts: the baseline
-    redirected    the same routes in the program for two memories: nothing is missed
-    cold          the routes as they are, never the same step twice: what was used lately is kept, the rest is missed
-    repeating     a few steps again and again, as a text that repeats itself: after the first round all is kept
+hot.
 """
 
 import concurrent.futures
 import dataclasses
 import functools
 import gc
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
 from pallas_kernels.bench_case import tree_bytes
 from pallas_kernels.experts import reference, tiers
 from pallas_kernels.experts.reference import Routes
 from v4flash.bench import cold_routes, random_weights, real_step
+from v4flash.bench.cold_cells import (
+    CHECKED_SHARE,
+    ROWS,
+    Request,
+    Weights,
+    measured_bandwidths,
+    of_share,
+    record,
+    same_bits,
+    timed_cell,
+)
 from v4flash.bench.cold_routes import ColdRoutes
 from v4flash.config import ModelConfig
 from v4flash.engine import backends, compiler_options
 from v4flash.engine.programs import Shapes
-from v4flash.errors import UsageError
 from v4flash.model.fused import two_memories
 from v4flash.model.fused.bodies import FusedBodies, ReferenceBodies
 from v4flash.model.fused.model import FusedModel
 from v4flash.model.fused.packing import PackedModel
 from v4flash.profile.deviceless import REAL_NUMERICS, abstract_weights
-from v4flash.speculative.step import draft_limit, speculative_step
+from v4flash.speculative.step import speculative_step
 from v4flash.speculative.stream import Control, Stream
 
-SCHEMA = "v4flash.cold_step/1"
-ROWS = tiles.ROWS
-REPEATED_STEPS = 4
-_CHECKED_SHARE = 0.3  # every layer misses experts, some of them more than there are slots
-_LINK_BYTES, _LINK_COPIES = 1 << 28, 5
 _WORDS = 64  # of the 256 bytes that parts of a plan start at, so that kernels read them where they are
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What to time.
-
-    Attributes:
-      config: configuration of the model.
-      hot: routed experts a layer on the device.
-      shares: cold shares of the routes, each with its four cells.
-      slots: spare device slots a layer.
-      draft_length, context: drafts of a step, and committed positions before the first one.
-      steps, repeats: a loop dispatches `steps` steps, `repeats` times.
-      profile: whether to take a profile of each cell.
-    """
-
-    config: ModelConfig
-    hot: int
-    shares: Sequence[float] = (0.012, 0.05)
-    slots: int = 8
-    draft_length: int = 5
-    context: int = 2048
-    steps: int = 20
-    repeats: int = 5
-    profile: bool = True
-
-    @property
-    def needed_steps(self) -> int:
-        """Steps that are all different: a loop to fill the slots, and those that are timed."""
-        return self.steps * (1 + self.repeats)
-
-    def __post_init__(self):
-        config, rows = self.config, self.draft_length + 1
-        least = config.num_experts_per_tok * rows
-        if not least <= self.hot < config.n_routed_experts:
-            raise UsageError(
-                f"{self.hot} hot experts, expected {least} (what {rows} rows may need) to {config.n_routed_experts - 1}"
-            )
-        limit = draft_limit(ROWS) if config.draft else 0
-        if self.draft_length > limit:
-            raise UsageError(f"k is {self.draft_length}, this program takes 0 to {limit}")
-        if self.context + real_step.SLACK > config.max_position_embeddings:
-            raise UsageError(f"context is {self.context}, the model ends at {config.max_position_embeddings}")
-        if self.slots < 1 or not self.shares or not all(0 < share < 1 for share in self.shares):
-            raise UsageError("expected at least one spare slot, and cold shares between 0 and 100 %")
 
 
 def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Times every cell; `say` hears one line of progress at a time. Returns the record, JSON-ready."""
     request = dataclasses.replace(request, config=random_weights.with_small_memory(request.config))
-    config, device = request.config, jax.devices()[0]
+    config = request.config
     programs = Programs(request, say)
-    bandwidth, link = real_step.copy_bandwidth(), link_bandwidth()
-    say(f"copy bandwidth {bandwidth / 1e12:.2f} TB/s, link {link / 1e9:.1f} GB/s")
+    bandwidth, link = measured_bandwidths(say)
     places = cold_routes.table(config, request.hot)
     started = time.perf_counter()
     experts = random_weights.popular_experts(config, config.n_routed_experts, request.draft_length + 1)
@@ -113,50 +64,17 @@ def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dic
     total = tree_bytes(params)
     say(f"{(total - cold) / 1e9:.1f} GB of weights on the device, {cold / 1e9:.1f} GB beside it, in "
         f"{time.perf_counter() - started:.0f} s")  # fmt: skip
-    bench = _Bench(request, programs, params, places, bandwidth, link, say)
+    weights = Weights(4 * params.layers[0].experts.cold.shape[1], total - cold, cold, bandwidth, link)
+    bench = _Bench(request, programs, params, places, weights, say)
     rows = request.draft_length + 1
-    checks = bench.checked(cold_routes.made_up(config, places, _CHECKED_SHARE, rows, steps=1))
+    checks = bench.checked(cold_routes.made_up(config, places, CHECKED_SHARE, rows, steps=1))
     say(", ".join(f"{name}: {'same bits' if same else 'OTHER BITS'}" for name, same in checks.items()))
     cells = []
     for share in request.shares:
         routes = cold_routes.made_up(config, places, share, rows, request.needed_steps)
         cells += bench.cells(share, routes)
         gc.collect()
-    return {
-        "schema": SCHEMA,
-        "device": {"platform": device.platform, "kind": device.device_kind},
-        "family": config.family,
-        "layers": config.num_hidden_layers,
-        "rows": ROWS,
-        "experts": config.n_routed_experts,
-        "hot_experts": request.hot,
-        "spare_slots": request.slots,
-        "expert_bytes": bench.expert_bytes,
-        "device_gigabytes": round((total - cold) / 1e9, 1),
-        "host_gigabytes": round(cold / 1e9, 1),
-        "dtype": REAL_NUMERICS.dtype.__name__,
-        "mode": "qat",
-        "bodies": programs.bodies.__name__,
-        "steps": request.steps,
-        "repeats": request.repeats,
-        "copy_bandwidth": round(bandwidth),
-        "link_bandwidth": round(link),
-        "weights": "random, made on the device",
-        "checks": checks,
-        "cells": cells,
-    }
-
-
-def link_bandwidth() -> float:
-    """Bytes/s of a copy from pinned host memory to the device, the median of a few."""
-    size = _LINK_BYTES if jax.default_backend() != "cpu" else 1 << 20
-    on_host = jax.device_put(jnp.zeros((size // 4,), jnp.int32), two_memories.host_memory())
-    taken = []
-    for _ in range(_LINK_COPIES):
-        started = time.perf_counter()
-        jax.block_until_ready(jax.device_put(on_host, jax.sharding.SingleDeviceSharding(jax.devices()[0])))
-        taken.append(time.perf_counter() - started)
-    return size / statistics.median(taken)
+    return record(request, config, programs.bodies.__name__, weights, checks, cells)
 
 
 class Programs:
@@ -248,13 +166,10 @@ def without_cold(params: PackedModel) -> PackedModel:
 class _Bench:
     """Cells of one loaded model."""
 
-    def __init__(
-        self, request: Request, programs: Programs, params, places, bandwidth: float, link: float, say
-    ):
+    def __init__(self, request: Request, programs: Programs, params, places, weights: Weights, say):
         self.request, self.programs, self.say = request, programs, say
         self.params = {"tiered": params, "resident": without_cold(params)}
-        self.places, self.bandwidth, self.link = places, bandwidth, link
-        self.expert_bytes = 4 * params.layers[0].experts.cold.shape[1]
+        self.places, self.weights = places, weights
         config = request.config
         self.control = real_step.control_of(config, request.draft_length, ROWS)
         self.stream = real_step.noisy(real_step.empty_stream(config, programs.shapes))
@@ -270,42 +185,24 @@ class _Bench:
         right = [self._right_slots(layer) for layer in sorted(looked_at)]
         self.empty_slots()
         return {
-            "resident and redirected": _same(
+            "resident and redirected": same_bits(
                 self._caches("resident", self._lists(redirected, slots=True)),
                 self._caches("tiered", self._lists(redirected)),
             ),
-            "missed and kept": _same(missed, hit),
+            "missed and kept": same_bits(missed, hit),
             "kept slots": any(right) and all(map(all, right)),
         }
 
     def cells(self, share: float, routes: ColdRoutes) -> list[dict[str, Any]]:
         """The four cells of one cold share."""
-        steps = self.request.steps
-        redirected = ColdRoutes(routes.ids[:steps], routes.cold).redirected()
-        repeating = routes.repeating(REPEATED_STEPS)
-        every = {
-            "resident": ("resident", redirected, self._lists(redirected, slots=True)),
-            "redirected": ("tiered", redirected, self._lists(redirected)),
-            "cold": ("tiered", routes, self._lists(routes)),
-            "repeating": ("tiered", repeating, self._lists(repeating)),
-        }
-        made: list[dict[str, Any]] = []
-        for name, (program, given, lists) in every.items():
-            cell = {"cell": name, "asked_share": share, "share": round(given.share, 4)}
-            cell |= self._timed(program, lists, given.distinct)
-            baseline = made[0]["milliseconds"] if made else cell["milliseconds"]
-            cell["exposed_milliseconds"] = round(cell["milliseconds"] - baseline, 3)
-            cell["over_resident"] = round(cell["milliseconds"] / baseline, 4)
-            made.append(cell)
-            self.say(describe(cell))
-        return made
+        return of_share(self.request, share, routes, self._timed, self.say)
 
     def empty_slots(self) -> None:
         """Nothing is kept any more; what lies in the slots stays, and is nobody's."""
         self.kept = tiers.Kept(self.kept.records, *(jnp.zeros_like(part) for part in self.kept[1:]))
 
-    def _timed(self, program: str, lists: jax.Array, distinct: float) -> dict[str, Any]:
-        request = self.request
+    def _timed(self, program: str, routes: ColdRoutes) -> dict[str, Any]:
+        request, lists = self.request, self._lists(routes, slots=program == "resident")
         self.empty_slots()
         self.stream = real_step.at_context(self.stream, request.context, request.config)
         self.position = jnp.int32(0)
@@ -315,34 +212,10 @@ class _Bench:
                 result = self._step(program, lists)
             return result
 
-        jax.block_until_ready(loop(request.steps))
-        before, taken = np.asarray(self.kept.counts), []
-        for _ in range(request.repeats):
-            started = time.perf_counter()
-            result = jax.block_until_ready(loop(request.steps))
-            taken.append((time.perf_counter() - started) / request.steps)
-        counted = (np.asarray(self.kept.counts) - before).sum(axis=0) / (request.steps * request.repeats)
-        cell = {
-            "k": request.draft_length,
-            "context": request.context,
-            "milliseconds": round(1e3 * statistics.median(taken), 3),
-            "spread": [round(1e3 * min(taken), 3), round(1e3 * max(taken), 3)],
-            "experts_per_layer": {"mean": round(distinct, 1)},
-            **{
-                f"{name}_per_step": round(float(count), 2)
-                for name, count in zip(tiers.COUNTED, counted, strict=True)
-            },
-            "usable": bool(result.usable),
-            "verified": int(result.drafted),
-        }
-        moved = cell["missed_per_step"] * self.expert_bytes
-        cell["gigabytes_moved"] = round(moved / 1e9, 4)
-        cell["link_milliseconds"] = round(1e3 * moved / self.link, 3)
-        if request.profile:
-            cell["profile"], _ = real_step.profiled(
-                lambda stream: (stream, loop(real_step.PROFILED_STEPS), None), None
-            )
-        return cell | real_step.beside_floor(request.config, cell, self.bandwidth)
+        def counted() -> np.ndarray:
+            return np.asarray(self.kept.counts).sum(axis=0)
+
+        return timed_cell(request, request.config, self.weights, routes.distinct, loop, counted)
 
     def _step(self, program: str, lists: jax.Array):
         kept = self.kept if program == "tiered" else None
@@ -380,18 +253,3 @@ class _Bench:
         entries = ROWS * ids.shape[-1]
         words = [np.asarray(list_words(jnp.asarray(step, jnp.int32), entries)) for step in ids]
         return jnp.asarray(np.resize(np.stack(words), (self.request.needed_steps, *words[0].shape)))
-
-
-def _same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
-    return all(one.tobytes() == other.tobytes() for one, other in zip(first, second, strict=True))
-
-
-def describe(cell: dict[str, Any]) -> str:
-    """One cell in one line."""
-    return (
-        f"{100 * cell['asked_share']:g} % {cell['cell']}: {cell['milliseconds']:.2f} ms ({cell['over_resident']:.3f} "
-        f"of resident, {cell['exposed_milliseconds']:+.2f} ms), floor {cell['floor_milliseconds']:.2f} ms, "
-        f"{cell['cold_per_step']:.1f} cold experts a step, {cell['missed_per_step']:.1f} missed, "
-        f"{cell['gigabytes_moved']:.3f} GB moved in at least {cell['link_milliseconds']:.2f} ms"
-        f"{'' if cell['usable'] else '; LOGITS NOT FINITE'}"
-    )

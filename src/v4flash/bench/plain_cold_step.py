@@ -1,15 +1,14 @@
 """One speculative step of the plain modules whose cold experts lie in host memory, beside the same without cold ones.
 
-Knows: how the modules get made-up routes and random weights in two memories, and what is timed. Does not know: how
-routes are made up (cold_routes), how hand-fused launches do the same (cold_step), or how a record is shown.
+Knows: how the modules get made-up routes and random weights in two memories. Does not know: how routes are made up
+(cold_routes), what is timed and recorded of them (cold_cells), or how hand-fused launches do the same (cold_step).
 
-The cells are those of cold_step, in the same order. XLA writes decoded weights out before it uses them, so that the
-step itself is slow; what counts here is what fetching adds to it.
+XLA writes decoded weights out before it uses them, so that the step itself is slow; what counts here is what fetching
+adds to it.
 """
 
 import concurrent.futures
 import functools
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +20,18 @@ import numpy as np
 
 from pallas_kernels.bench_case import tree_bytes
 from v4flash.bench import cold_routes, random_weights, real_step
+from v4flash.bench.cold_cells import (
+    CHECKED_SHARE,
+    ROWS,
+    Request,
+    Weights,
+    measured_bandwidths,
+    of_share,
+    record,
+    same_bits,
+    timed_cell,
+)
 from v4flash.bench.cold_routes import ColdRoutes
-from v4flash.bench.cold_step import REPEATED_STEPS, ROWS, SCHEMA, Request, describe, link_bandwidth
 from v4flash.checkpoint.inventory import abstract_model
 from v4flash.config import ModelConfig
 from v4flash.engine import compiler_options
@@ -39,7 +48,7 @@ _NUMERICS = REAL_NUMERICS
 
 def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Times every cell; `say` hears one line of progress at a time. Returns the record, JSON-ready."""
-    config, device = random_weights.with_small_memory(request.config), jax.devices()[0]
+    config = random_weights.with_small_memory(request.config)
     bench = _Bench(config, request, say)
     rows, cells = request.draft_length + 1, []
     checks = bench.checks(rows)
@@ -48,29 +57,7 @@ def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dic
         cells += bench.cells(
             share, cold_routes.made_up(config, bench.places, share, rows, request.needed_steps)
         )
-    return {
-        "schema": SCHEMA,
-        "device": {"platform": device.platform, "kind": device.device_kind},
-        "family": config.family,
-        "layers": config.num_hidden_layers,
-        "rows": ROWS,
-        "experts": config.n_routed_experts,
-        "hot_experts": request.hot,
-        "spare_slots": request.slots,
-        "expert_bytes": bench.expert_bytes,
-        "device_gigabytes": round(bench.device_bytes / 1e9, 1),
-        "host_gigabytes": round(bench.host_bytes / 1e9, 1),
-        "dtype": _NUMERICS.dtype.__name__,
-        "mode": "qat",
-        "bodies": "plain modules",
-        "steps": request.steps,
-        "repeats": request.repeats,
-        "copy_bandwidth": round(bench.bandwidth),
-        "link_bandwidth": round(bench.link),
-        "weights": "random, made on the device",
-        "checks": checks,
-        "cells": cells,
-    }
+    return record(request, config, "plain modules", bench.sizes, checks, cells)
 
 
 class _Bench:
@@ -99,14 +86,13 @@ class _Bench:
             for path, variable in nnx.to_flat_state(self.weights.kept)
             if COLD_STACK in path
         ]
-        self.host_bytes = sum(array.nbytes for array in cold)
-        self.device_bytes = tree_bytes((self.weights.kept, self.weights.changed)) - self.host_bytes
-        self.expert_bytes = self.host_bytes // (len(self.places) * (config.n_routed_experts - request.hot))
-        say(f"{self.device_bytes / 1e9:.1f} GB of weights on the device, {self.host_bytes / 1e9:.1f} GB beside it, in "
+        on_host = sum(array.nbytes for array in cold)
+        on_device = tree_bytes((self.weights.kept, self.weights.changed)) - on_host
+        say(f"{on_device / 1e9:.1f} GB of weights on the device, {on_host / 1e9:.1f} GB beside it, in "
             f"{time.perf_counter() - started:.0f} s")  # fmt: skip
         self._compile(graphdef, plain)
-        self.bandwidth, self.link = real_step.copy_bandwidth(), link_bandwidth()
-        say(f"copy bandwidth {self.bandwidth / 1e12:.2f} TB/s, link {self.link / 1e9:.1f} GB/s")
+        one = on_host // (len(self.places) * (config.n_routed_experts - request.hot))
+        self.sizes = Weights(one, on_device, on_host, *measured_bandwidths(say))
 
     def _random(self, routed: Callable) -> nnx.State:
         """Random weights, cold experts in host memory, one array after the other; tables and caches are left out."""
@@ -158,33 +144,18 @@ class _Bench:
 
     def cells(self, share: float, routes: ColdRoutes) -> list[dict[str, Any]]:
         """The four cells of one cold share."""
-        redirected = ColdRoutes(routes.ids[: self.request.steps], routes.cold).redirected()
-        repeating, made = routes.repeating(REPEATED_STEPS), []
-        for name, program, given in (
-            ("resident", "resident", redirected),
-            ("redirected", "tiered", redirected),
-            ("cold", "tiered", routes),
-            ("repeating", "tiered", repeating),
-        ):
-            cell = {"cell": name, "asked_share": share, "share": round(given.share, 4)}
-            cell |= self._timed(program, self._routes(given, slots=program == "resident"), given.distinct)
-            baseline = made[0]["milliseconds"] if made else cell["milliseconds"]
-            cell["exposed_milliseconds"] = round(cell["milliseconds"] - baseline, 3)
-            cell["over_resident"] = round(cell["milliseconds"] / baseline, 4)
-            made.append(cell)
-            self.say(describe(cell))
-        return made
+        return of_share(self.request, share, routes, self._timed, self.say)
 
     def checks(self, rows: int) -> dict[str, bool]:
         """Whether a step that fetches leaves the caches of the same step that finds everything there, bit for bit."""
-        routes = cold_routes.made_up(self.config, self.places, 0.3, rows, steps=1)
+        routes = cold_routes.made_up(self.config, self.places, CHECKED_SHARE, rows, steps=1)
         redirected = routes.redirected()
         missed, hit = self._caches("tiered", routes), self._caches("tiered", routes)
         return {
-            "resident and redirected": _same(
+            "resident and redirected": same_bits(
                 self._caches("resident", redirected), self._caches("tiered", redirected)
             ),
-            "missed and kept": _same(missed, hit),
+            "missed and kept": same_bits(missed, hit),
         }
 
     def _caches(self, program: str, routes: ColdRoutes) -> list[np.ndarray]:
@@ -193,43 +164,18 @@ class _Bench:
         self._step(program, self._routes(routes, slots=program == "resident"), jnp.int32(0))
         return [np.asarray(window) for window in self.stream.decode.windows]
 
-    def _timed(self, program: str, routes: jax.Array, distinct: float) -> dict[str, Any]:
+    def _timed(self, program: str, routes: ColdRoutes) -> dict[str, Any]:
         request, position = self.request, jnp.int32(0)
+        ids = self._routes(routes, slots=program == "resident")
         self.stream = real_step.at_context(self.stream, request.context, self.config)
 
         def loop(steps: int):
             nonlocal position
             for _ in range(steps):
-                result, position = self._step(program, routes, position)
+                result, position = self._step(program, ids, position)
             return result
 
-        jax.block_until_ready(loop(request.steps))
-        before, taken = self._counts(), []
-        for _ in range(request.repeats):
-            started = time.perf_counter()
-            result = jax.block_until_ready(loop(request.steps))
-            taken.append((time.perf_counter() - started) / request.steps)
-        asked, fetched = (self._counts() - before) / (request.steps * request.repeats)
-        moved = fetched * self.expert_bytes
-        cell = {
-            "k": request.draft_length,
-            "context": request.context,
-            "milliseconds": round(1e3 * statistics.median(taken), 3),
-            "spread": [round(1e3 * min(taken), 3), round(1e3 * max(taken), 3)],
-            "experts_per_layer": {"mean": round(distinct, 1)},
-            "cold_per_step": round(float(asked), 2),
-            "missed_per_step": round(float(fetched), 2),
-            "kept_per_step": round(float(asked - fetched), 2),
-            "usable": bool(result.usable),
-            "verified": int(result.drafted),
-            "gigabytes_moved": round(moved / 1e9, 4),
-            "link_milliseconds": round(1e3 * moved / self.link, 3),
-        }
-        if request.profile:
-            cell["profile"], _ = real_step.profiled(
-                lambda stream: (stream, loop(real_step.PROFILED_STEPS), None), None
-            )
-        return cell | real_step.beside_floor(self.config, cell, self.bandwidth)
+        return timed_cell(request, self.config, self.sizes, routes.distinct, loop, self._counts)
 
     def _step(self, program: str, routes: jax.Array, position: jax.Array):
         weights = (
@@ -243,11 +189,12 @@ class _Bench:
         return result, position
 
     def _counts(self) -> np.ndarray:
-        """Cold experts asked for and fetched so far, by all layers."""
+        """Cold experts asked for, fetched, and found there so far, by all layers."""
         flat = nnx.to_flat_state(self.weights.changed)
-        return np.sum(
+        asked, fetched = np.sum(
             [np.asarray(variable.get_value()) for path, variable in flat if path[-1] == "counts"], axis=0
         )
+        return np.array([asked, fetched, asked - fetched])
 
     def _routes(self, routes: ColdRoutes, slots: bool) -> jax.Array:
         """Ids for as many steps as a program takes; of `slots` of hot experts instead of ids."""
@@ -279,7 +226,3 @@ def _plan(model, routes: jax.Array) -> None:
 
 def _planned(gate, ids: jax.Array, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     return ids, gate(x, tokens)[1]
-
-
-def _same(first: list[np.ndarray], second: list[np.ndarray]) -> bool:
-    return all(one.tobytes() == other.tobytes() for one, other in zip(first, second, strict=True))

@@ -97,7 +97,7 @@ class Request:
 def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
     """Times every cell; `say` hears one line of progress at a time. Returns the record, JSON-ready."""
     request = dataclasses.replace(request, config=random_weights.with_small_memory(request.config))
-    config, device = request.config, jax.devices()[0]
+    config = request.config
     resident = request.resident or config.n_routed_experts
     experts = random_weights.popular_experts(config, resident, max(request.draft_lengths) + 1)
     cells, bandwidths = [], []
@@ -108,11 +108,7 @@ def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dic
         gc.collect()
     return {
         "schema": SCHEMA,
-        "device": {"platform": device.platform, "kind": device.device_kind},
-        "family": config.family,
-        "layers": config.num_hidden_layers,
-        "rows": request.rows,
-        "experts": config.n_routed_experts,
+        **subject(config, request.rows),
         "experts_resident": resident,
         "devices": 2 if request.peer else 1,
         "memory_rows": list(config.engram.num_embeddings) if config.engram else [],
@@ -123,6 +119,18 @@ def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dic
         "copy_bandwidth": round(statistics.median(bandwidths)),
         "weights": "random, made on the device",
         "cells": cells,
+    }
+
+
+def subject(config: ModelConfig, rows: int) -> dict[str, Any]:
+    """What a record is about: the device, the model, and the rows of a pass."""
+    device = jax.devices()[0]
+    return {
+        "device": {"platform": device.platform, "kind": device.device_kind},
+        "family": config.family,
+        "layers": config.num_hidden_layers,
+        "rows": rows,
+        "experts": config.n_routed_experts,
     }
 
 

@@ -180,7 +180,7 @@ def _resident(options: argparse.Namespace) -> tuple[Timed, Shown]:
 
 def _cold(options: argparse.Namespace) -> tuple[Timed, Shown]:
     """What times a step with cold experts in host memory, and what shows its record."""
-    from v4flash.bench import cold_step, plain_cold_step
+    from v4flash.bench import cold_cells, cold_step, plain_cold_step
     from v4flash.config import ModelConfig
     from v4flash.profile.budget import configuration
 
@@ -188,13 +188,13 @@ def _cold(options: argparse.Namespace) -> tuple[Timed, Shown]:
     if options.hot_experts is None:
         raise UsageError("--experts host needs --hot-experts")
     timed = {"fused": cold_step.run, "xla": plain_cold_step.run}.get(options.backend)
-    if timed is None or options.experts_resident or options.rows != cold_step.ROWS:
+    if timed is None or options.experts_resident or options.rows != cold_cells.ROWS:
         raise UsageError(
-            f"--experts host times one backend, xla or fused, passes of {cold_step.ROWS} rows, and all experts"
+            f"--experts host times one backend, xla or fused, passes of {cold_cells.ROWS} rows, and all experts"
         )
     if len(k) != 1 or len(context) != 1:
         raise UsageError("--experts host takes one draft length and one context")
-    request = cold_step.Request(
+    request = cold_cells.Request(
         config=ModelConfig.from_file(configuration(options.config)),
         hot=options.hot_experts,
         shares=options.cold_share,
