@@ -21,7 +21,8 @@ from v4flash.engine import programs
 from v4flash.engine.host_way import replaced, rewrite_table, taken
 from v4flash.engine.peer_way import with_tables
 from v4flash.errors import CapacityError, first_line
-from v4flash.model.experts import Experts, own_contributions
+from v4flash.model.experts import Experts
+from v4flash.model.experts_in_turn import PROCESSOR_ROWS, contributions_in_turn
 from v4flash.model.host_experts import HELD_STACK, TABLE, stack_path
 from v4flash.model.numerics import Numerics
 from v4flash.model.paired_experts import SidecarExperts
@@ -97,7 +98,7 @@ class Sidecar:
         self._variables = nnx.to_flat_state(state)
         self._stacks: list[dict[ModulePath, jax.Array]] = [{} for _ in range(placement.layers)]
         self._programs: dict[tuple, Callable] = {}
-        self.second = SecondDevice(device, first, self._compute)
+        self.second = SecondDevice(device, first, self.compute)
 
     def put(self, path: ModulePath, value: np.ndarray | jax.Array) -> dict[ModulePath, jax.Array]:
         """A parameter where it belongs; the cold experts stay here and are none of the model's parameters.
@@ -182,19 +183,25 @@ class Sidecar:
         return known
 
     def _program(self, kinds: tuple, cache) -> tuple[Callable, bool]:
+        rows = PROCESSOR_ROWS if self._device.platform == "cpu" else None
+
         def cold(stacks, x, places, weights):
             named = zip(self._variables, stacks, strict=True)
             flat = [(path, variable.replace(stack)) for (path, variable), stack in named]
             held = nnx.merge(self._graph, nnx.from_flat_state(flat))
-            return own_contributions(held, x, places, weights, every=self._count <= places.size)
+            every = self._count <= places.size
+            return contributions_in_turn(held, x, places, weights, every=every, rows=rows)
 
         here = SingleDeviceSharding(self._device)
         stacks = [variable.get_value() for _, variable in self._variables]
         arguments = stacks, *[jax.ShapeDtypeStruct(*kind) for kind in kinds]
         arguments = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), arguments)
-        return programs.executable("cold", cold, arguments, 0, (), self._facts, cache)
+        return self.second.waiting.compiled(
+            programs.executable, "cold", cold, arguments, 0, (), self._facts, cache
+        )
 
-    def _compute(self, layer: int, values: tuple[jax.Array, ...]) -> jax.Array:
+    def compute(self, layer: int, values: tuple[jax.Array, ...]) -> jax.Array:
+        """Contributions of a layer's cold experts, for rows, places and weights on the second device."""
         program = self._programs[tuple((value.shape, value.dtype) for value in values)]
         stacks = self._stacks[layer]
         return program([stacks[path] for path, _ in self._variables], *values)

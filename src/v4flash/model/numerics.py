@@ -120,10 +120,24 @@ class Linear(nnx.Module):
 
     def decoded(self, index: jax.Array | None = None) -> jax.Array:
         """The weight in the computation's type; `index` picks experts (any integer array) before decoding."""
-        weight = self.weight[...] if index is None else self.weight[...][index]
-        if self.scale is None:
+        weight, scale = self.weight[...], self.scale and self.scale[...]
+        if index is not None:
+            weight, scale = weight[index], scale if scale is None else scale[index]
+        return self._decoded(weight, scale)
+
+    def decoded_rows(self, expert: jax.Array, start: jax.Array, count: int) -> jax.Array:
+        """`count` rows of one expert's weight from row `start` on; whole blocks of rows, where blocks share a scale."""
+
+        def rows(array: jax.Array) -> jax.Array:
+            each = self.weight.shape[-2] // array.shape[-2]
+            sizes = (1, count // each, array.shape[-1])
+            return jax.lax.dynamic_slice(array, (expert, start // each, 0), sizes)[0]
+
+        return self._decoded(rows(self.weight[...]), self.scale and rows(self.scale[...]))
+
+    def _decoded(self, weight: jax.Array, scale: jax.Array | None) -> jax.Array:
+        if scale is None:
             return weight.astype(self.numerics.dtype)
-        scale = self.scale[...] if index is None else self.scale[...][index]
         if self.storage == "fp8":
             return formats.decode_fp8(weight, scale, self.block).astype(self.numerics.dtype)
         return formats.decode_fp4(weight, scale).astype(self.numerics.dtype)
