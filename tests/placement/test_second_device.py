@@ -93,3 +93,14 @@ def test_a_result_that_failed_on_the_device_is_one_sentence():
     found = second(lambda place, values: program(*values), patience=SOON)
     ticket = found.send(0, [jnp.ones(2)])
     assert "failed (" in refusal(found, lambda: found.waiting.read(found.receive(ticket)))
+
+
+def test_compiling_that_never_ends_is_one_sentence_and_what_it_raises_is_raised():
+    found = second(None).waiting
+    assert found.compiled(lambda x: x + 1, 2, patience=SOON) == 3
+    with pytest.raises(ValueError, match="these shapes"):
+        found.compiled(exec, "raise ValueError('not these shapes')")
+    release = threading.Event()
+    said = refusal(second(None), lambda: found.compiled(release.wait, SOON, patience=PATIENCE))
+    assert f"compiled nothing for {PATIENCE:g} s" in said
+    release.set()

@@ -197,6 +197,7 @@ def runner(mesh: Mesh) -> programs.Runner:
     Arguments and results are whole on both; of the params each device sees its own part of what is divided.
     """
     everywhere = NamedSharding(mesh, WHOLE)
+    waiting = Waiting(f"one of the devices {', '.join(map(str, mesh.devices.flat))}")
 
     def spread(function: Callable, params: Any, others: int) -> Callable:
         return mapped(function, mesh, (specs_of(params), *[WHOLE] * others))
@@ -208,7 +209,8 @@ def runner(mesh: Mesh) -> programs.Runner:
             lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), (params, *others), places
         )
         both = spread(function, params, len(others))
-        return programs.executable(name, both, abstract, outputs, donated, (*facts, ROLE), cache)
+        facts = *facts, ROLE
+        return waiting.compiled(programs.executable, name, both, abstract, outputs, donated, facts, cache)
 
     def jit(function):
         made: list[Callable] = []
@@ -220,7 +222,6 @@ def runner(mesh: Mesh) -> programs.Runner:
 
         return run
 
-    waiting = Waiting(f"one of the devices {', '.join(map(str, mesh.devices.flat))}")
     return programs.Runner(pin, jit, lambda tree: jax.device_put(tree, everywhere), waiting.read)
 
 

@@ -8,6 +8,7 @@ one client all of this is queued on the devices and the thread is at once free a
 takes as long as it takes, and takes the thread instead of the caller, who goes on with the first device's work.
 """
 
+import concurrent.futures
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from v4flash.errors import V4FlashError
 PATIENCE = (
     60.0  # seconds; callers wait for two passes at most, which take far less on any device worth asking
 )
+COMPILING = 1800.0  # seconds; a compiler tries its choices on the device, which may be gone by then
 
 
 class Worker:
@@ -78,6 +80,19 @@ class Waiting:
         if self._lost is not None:
             raise self._lost
         return self.result(self._reader.submit(jax.device_get, tree))
+
+    def compiled(self, compile: Callable, *arguments: Any, patience: float = COMPILING) -> Any:
+        """compile(*arguments), in a thread of its own; what it raises is raised here.
+
+        Raises V4FlashError where it takes longer than `patience` seconds.
+        """
+        worker = Worker("compiler")
+        future = worker.submit(compile, *arguments)
+        worker.close()
+        done, _ = concurrent.futures.wait([future], patience)
+        if not done:
+            raise self._error(f"compiled nothing for {patience:g} s")
+        return future.result()
 
     def close(self) -> None:
         """Ends the thread that reads."""
