@@ -33,6 +33,7 @@ from v4flash.profile.deviceless import REAL_NUMERICS
 from v4flash.speculative.step import draft_limit
 
 SCHEMA = "v4flash.cold_step/1"
+CELLS = ("resident", "redirected", "cold", "repeating")
 ROWS = tiles.ROWS
 REPEATED_STEPS = 4
 CHECKED_SHARE = 0.3  # every layer misses experts, some of them more than there are slots
@@ -136,16 +137,19 @@ def of_share(
     routes: ColdRoutes,
     timed: Callable[[str, ColdRoutes], dict[str, Any]],
     say: Callable[[str], None],
+    names: Sequence[str] = CELLS,
 ) -> list[dict[str, Any]]:
-    """The four cells of one cold share; `timed(program, routes)` times 'resident' or 'tiered'."""
+    """The cells of one cold share, the baseline first; `timed(program, routes)` times 'resident' or 'tiered'."""
     redirected = ColdRoutes(routes.ids[: request.steps], routes.cold).redirected()
+    routes_of = {
+        "resident": redirected,
+        "redirected": redirected,
+        "cold": routes,
+        "repeating": routes.repeating(REPEATED_STEPS),
+    }
     made: list[dict[str, Any]] = []
-    for name, program, given in (
-        ("resident", "resident", redirected),
-        ("redirected", "tiered", redirected),
-        ("cold", "tiered", routes),
-        ("repeating", "tiered", routes.repeating(REPEATED_STEPS)),
-    ):
+    for name in names:
+        given, program = routes_of[name], "resident" if name == "resident" else "tiered"
         cell = {"cell": name, "asked_share": share, "share": round(given.share, 4)}
         cell |= timed(program, given)
         baseline = made[0]["milliseconds"] if made else cell["milliseconds"]

@@ -71,7 +71,7 @@ class _Bench:
         self.shapes = Shapes(ROWS, ROWS, request.context + real_step.SLACK)
         started = time.perf_counter()
         graphdef, self.weights = tiered(self._random(routed), config, _NUMERICS, routed, table)
-        few = functools.partial(_few, count=request.hot)
+        few = functools.partial(hot_only, count=request.hot)
         plain, _ = abstract_model(config, _NUMERICS, few)
         self.resident = nnx.from_flat_state(
             [
@@ -118,13 +118,13 @@ class _Bench:
 
         def fetching(kept, changed, stream, control, routes, position):
             model = nnx.merge(graphdef, kept, changed)
-            _plan(model, routes[position])
+            choose(model, routes[position])
             stream, result = speculative_step(model, stream, control, ROWS)
             return result, changed_state(model), stream, (position + 1) % routes.shape[0]
 
         def resident(kept, changed, stream, control, routes, position):
             model = nnx.merge(plain, kept)
-            _plan(model, routes[position])
+            choose(model, routes[position])
             stream, result = speculative_step(model, stream, control, ROWS)
             return result, changed, stream, (position + 1) % routes.shape[0]
 
@@ -213,12 +213,12 @@ class _Bench:
         return padded
 
 
-def _few(config: ModelConfig, numerics, count_of_all: int, *, count: int) -> Experts:
+def hot_only(config: ModelConfig, numerics, count_of_all: int, *, count: int) -> Experts:
     """The hot experts alone, by their slots."""
     return Experts(config, numerics, count)
 
 
-def _plan(model, routes: jax.Array) -> None:
+def choose(model, routes: jax.Array) -> None:
     """Has each layer's router choose routes[layer] int32 [R, K]; it still does its work, for its weights are used."""
     for layer, ids in zip(model.backbone.layers, routes, strict=True):
         layer.ffn.gate = functools.partial(_planned, layer.ffn.gate, ids)

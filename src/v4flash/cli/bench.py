@@ -22,6 +22,7 @@ from v4flash.errors import UsageError
 NAME = "bench"
 _K, _K_COLD = "0,3,5,7", "5"
 _CONTEXT, _CONTEXT_COLD = "2048,65536", "2048"
+_LAYERS_SIDECAR = 4  # of V4-Flash, each kind of attention
 HELP = "time one speculative step at a configuration's real shapes, on random weights"
 KERNELS_SHOWN = 16
 Timed = Callable[[Callable[[str], None]], dict[str, Any]]
@@ -34,40 +35,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_configuration(parser)
     listed = {"env": False, "metavar": "LIST"}
-    add(parser, "--backend", help="xla, fused, or both with a comma between", default="fused", **listed)
+    add(
+        parser,
+        "--backend",
+        help="xla, fused, or both with a comma between (default fused; with --experts sidecar xla)",
+        **listed,
+    )
     add(
         parser,
         "--k",
-        help=f"drafts per step (default {_K}; with --experts host {_K_COLD})",
+        help=f"drafts per step (default {_K}; with --experts host or sidecar {_K_COLD})",
         type=numbers,
         **listed,
     )
     add(
         parser,
         "--context",
-        help=f"committed positions (default {_CONTEXT}; with --experts host {_CONTEXT_COLD})",
+        help=f"committed positions (default {_CONTEXT}; with --experts host or sidecar {_CONTEXT_COLD})",
         type=numbers,
         **listed,
     )
     add(
         parser,
         "--experts",
-        help="where routed experts lie: all on the device; the cold ones in host memory, with made-up routes; or one "
-        "half on each of two GPUs, which is also timed without the sum over both",
+        help="where routed experts lie: all on the device; the cold ones, with made-up routes, in host memory, or on a "
+        "second device that computes them (sidecar, a few layers); or one half on each of two GPUs, which is also "
+        "timed without the sum over both",
         default="resident",
         env=False,
-        **one_of("resident", "host", "peer"),
+        **one_of("resident", "host", "sidecar", "peer"),
     )
     whole_number = {"env": False, "metavar": "N"}
     add(
         parser,
         "--hot-experts",
-        help="of --experts host, experts a layer on the device",
+        help="of --experts host or sidecar, experts a layer on the device",
         type=whole(1),
         **whole_number,
     )
-    add(parser, "--cold-share", help="of --experts host, %% of the routes that go to cold experts", default="1.2,5",
-        type=shares, **listed)  # fmt: skip
+    add(parser, "--cold-share", help="of --experts host or sidecar, %% of the routes that go to cold experts",
+        default="1.2,5", type=shares, **listed)  # fmt: skip
+    add(parser, "--layers", help=f"of --experts sidecar, backbone layers that are there (default {_LAYERS_SIDECAR})",
+        type=whole(1), **whole_number)  # fmt: skip
     add(parser, "--spare-slots", help="of --experts host, device slots a layer for cold experts", default=8,
         type=whole(1), **whole_number)  # fmt: skip
     add(
@@ -136,7 +145,10 @@ def run(options: argparse.Namespace) -> int:
     device.choose(options.device)
     from v4flash.profile.budget import installed_versions
 
-    timed, as_text = _cold(options) if options.experts == "host" else _resident(options)
+    if options.layers is not None and options.experts != "sidecar":
+        raise UsageError("--layers needs --experts sidecar")
+    cold = options.experts in ("host", "sidecar")
+    timed, shown = _cold(options) if cold else _resident(options)
     messages = Messages(options.quiet)
     facts = {
         "config": options.config,
@@ -150,7 +162,7 @@ def run(options: argparse.Namespace) -> int:
     record = facts | timed(messages.say)
     if out is not None:
         out.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(record, indent=1) if options.json else as_text(record))
+    print(json.dumps(record, indent=1) if options.json else shown(record))
     return 0
 
 
@@ -161,10 +173,10 @@ def _resident(options: argparse.Namespace) -> tuple[Timed, Shown]:
     from v4flash.profile.budget import configuration
 
     if options.hot_experts is not None:
-        raise UsageError("--hot-experts needs --experts host")
+        raise UsageError("--hot-experts needs --experts host or sidecar")
     request = real_step.Request(
         config=ModelConfig.from_file(configuration(options.config)),
-        backends=tuple(options.backend.split(",")),
+        backends=tuple((options.backend or "fused").split(",")),
         draft_lengths=options.k or numbers(_K),
         contexts=options.context or numbers(_CONTEXT),
         resident=options.experts_resident,
@@ -179,23 +191,29 @@ def _resident(options: argparse.Namespace) -> tuple[Timed, Shown]:
 
 
 def _cold(options: argparse.Namespace) -> tuple[Timed, Shown]:
-    """What times a step with cold experts in host memory, and what shows its record."""
-    from v4flash.bench import cold_cells, cold_step, plain_cold_step
+    """What times a step with cold experts in host memory or on a second device, and what shows its record."""
+    from v4flash.bench import cold_cells, cold_step, plain_cold_step, sidecar_step
     from v4flash.config import ModelConfig
     from v4flash.profile.budget import configuration
 
+    way, sidecar = f"--experts {options.experts}", options.experts == "sidecar"
     k, context = options.k or numbers(_K_COLD), options.context or numbers(_CONTEXT_COLD)
     if options.hot_experts is None:
-        raise UsageError("--experts host needs --hot-experts")
-    timed = {"fused": cold_step.run, "xla": plain_cold_step.run}.get(options.backend)
+        raise UsageError(f"{way} needs --hot-experts")
+    bodies = {"xla": sidecar_step.run} if sidecar else {"fused": cold_step.run, "xla": plain_cold_step.run}
+    timed = bodies.get(options.backend or next(iter(bodies)))
     if timed is None or options.experts_resident or options.rows != cold_cells.ROWS:
         raise UsageError(
-            f"--experts host times one backend, xla or fused, passes of {cold_cells.ROWS} rows, and all experts"
+            f"{way} times one backend, {' or '.join(sorted(bodies, reverse=True))}, passes of {cold_cells.ROWS} rows, "
+            "and all experts"
         )
+    config = ModelConfig.from_file(configuration(options.config))
+    if sidecar:
+        config = sidecar_step.first_layers(config, options.layers or _LAYERS_SIDECAR)
     if len(k) != 1 or len(context) != 1:
-        raise UsageError("--experts host takes one draft length and one context")
+        raise UsageError(f"{way} takes one draft length and one context")
     request = cold_cells.Request(
-        config=ModelConfig.from_file(configuration(options.config)),
+        config=config,
         hot=options.hot_experts,
         shares=options.cold_share,
         slots=options.spare_slots,
@@ -205,14 +223,33 @@ def _cold(options: argparse.Namespace) -> tuple[Timed, Shown]:
         repeats=options.repeats,
         profile=not options.no_profile,
     )
-    return functools.partial(timed, request), cold_text
+    return functools.partial(timed, request), sidecar_text if sidecar else cold_text
 
 
-def cold_text(record: dict[str, Any]) -> str:
+def sidecar_text(record: dict[str, Any]) -> str:
+    """A record of experts that a second device computes for a person."""
+    second = record["second_device"]
+    cores = f" with {second['cores']} cores" if second["cores"] else ""
+    lines = [
+        cold_text(record, ("WRONG", "right")),
+        "",
+        f"second device: {second['kind']}{cores}",
+        "rows decoded at a time: ms of so many experts",
+    ]
+    for alone in record["second_device_alone"]:
+        times = ", ".join(f"{count}: {taken:.2f}" for count, taken in alone["milliseconds"].items())
+        lines.append(f"{alone['rows_decoded']:>6}  {times}")
+    lines += [f"{taken:>10,.1f} us  {name}" for name, taken in record["exchange_microseconds"].items()]
+    lines += [
+        f"{100 * cell['asked_share']:g} % {cell['cell']}: {cell['exposed_microseconds_per_layer']:,.1f} us a layer"
+        for cell in record["cells"]
+    ]
+    return "\n".join(lines)
+
+
+def cold_text(record: dict[str, Any], verdicts: tuple[str, str] = ("OTHER BITS", "same bits")) -> str:
     """A record of experts in two memories for a person."""
-    checks = ", ".join(
-        f"{name} {'same bits' if same else 'OTHER BITS'}" for name, same in record["checks"].items()
-    )
+    checks = ", ".join(f"{name} {verdicts[found]}" for name, found in record["checks"].items())
     lines = [
         f"{record['config']} on {record['device']['kind']}: {record['layers']} layers, {record['hot_experts']} of "
         f"{record['experts']} experts a layer on the device ({record['device_gigabytes']} GB), the others beside it "
