@@ -71,7 +71,7 @@ def test_layers_and_backend_are_refused_where_they_mean_nothing(tmp_path, capsys
     given = ["bench", "--random-weights", "--config", str(tmp_path / "config.json"), "--device", "cpu"]
     sidecar = ["--experts", "sidecar", "--hot-experts", "5", "--k", "1"]
     for more, code, word in (
-        (["--layers", "2"], 2, "--layers needs --experts sidecar"),
+        (["--layers", "2"], 2, "--layers needs --experts host or sidecar"),
         ([*sidecar, "--layers", "2", "--backend", "fused"], 2, "one backend, xla"),
         ([*sidecar, "--layers", "3"], 2, "3 layers, expected 1 to 2"),
         ([*sidecar, "--layers", "2", "--context", "200"], 4, "needs a device beside"),

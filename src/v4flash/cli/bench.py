@@ -75,7 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(parser, "--cold-share", help="of --experts host or sidecar, %% of the routes that go to cold experts",
         default="1.2,5", type=shares, **listed)  # fmt: skip
-    add(parser, "--layers", help=f"of --experts sidecar, backbone layers that are there (default {_LAYERS_SIDECAR})",
+    add(parser, "--layers", help="of --experts host or sidecar, backbone layers that are there (default: all; with "
+        f"sidecar {_LAYERS_SIDECAR})",
         type=whole(1), **whole_number)  # fmt: skip
     add(parser, "--spare-slots", help="of --experts host, device slots a layer for cold experts", default=8,
         type=whole(1), **whole_number)  # fmt: skip
@@ -145,9 +146,9 @@ def run(options: argparse.Namespace) -> int:
     device.choose(options.device)
     from v4flash.profile.budget import installed_versions
 
-    if options.layers is not None and options.experts != "sidecar":
-        raise UsageError("--layers needs --experts sidecar")
     cold = options.experts in ("host", "sidecar")
+    if options.layers is not None and not cold:
+        raise UsageError("--layers needs --experts host or sidecar")
     timed, shown = _cold(options) if cold else _resident(options)
     messages = Messages(options.quiet)
     facts = {
@@ -208,8 +209,9 @@ def _cold(options: argparse.Namespace) -> tuple[Timed, Shown]:
             "and all experts"
         )
     config = ModelConfig.from_file(configuration(options.config))
-    if sidecar:
-        config = sidecar_step.first_layers(config, options.layers or _LAYERS_SIDECAR)
+    layers = options.layers or (_LAYERS_SIDECAR if sidecar else config.num_hidden_layers)
+    if layers != config.num_hidden_layers:
+        config = sidecar_step.first_layers(config, layers)
     if len(k) != 1 or len(context) != 1:
         raise UsageError(f"{way} takes one draft length and one context")
     request = cold_cells.Request(
