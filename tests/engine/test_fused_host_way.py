@@ -19,6 +19,7 @@ from v4flash.engine.language_model import LanguageModel
 from v4flash.model.fused import two_memories
 from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.fused.packing import pack_model
+from v4flash.placement.host_memory import host_memory
 from v4flash.placement.table import Placement
 
 SHAPES = programs.Shapes(rows=8, chunk=8, context=96)
@@ -27,7 +28,7 @@ HOT_COUNT, SPARE, TOKENS = 5, 2, 24
 
 def cut(toy: Toy, placement: Placement) -> fused_host_way.Parts:
     """The toy's parameters as loading leaves them."""
-    memory = host_way.host_memory()
+    memory = host_memory()
     parts = [
         (own, variable.replace(array))
         for path, variable in nnx.to_flat_state(toy.params)
@@ -38,7 +39,7 @@ def cut(toy: Toy, placement: Placement) -> fused_host_way.Parts:
 
 def models(family: str) -> tuple[LanguageModel, LanguageModel]:
     """(all experts on the device, cold ones in the host's memory) of one toy, on the operations' definitions."""
-    toy, memory = small_toy(family), host_way.host_memory()
+    toy, memory = small_toy(family), host_memory()
     config, numerics, placement = toy.config, toy.numerics, tiered_toys.placement(toy, HOT_COUNT)
     divided = fused_host_way.packed(config, numerics, cut(toy, placement), placement, memory)
     weights = ChangingWeights(divided, two_memories.nothing_kept(divided, SPARE))
@@ -83,11 +84,11 @@ def test_the_text_of_resident_experts_swaps_or_not(family):
     cold, missed, kept = np.asarray(hosted.params.changed.counts).sum(axis=0).tolist()
     assert 0 < kept <= missed < cold
     kinds = {layer.experts.cold.sharding.memory_kind for layer in hosted.params.kept.layers}
-    assert kinds == {host_way.host_memory().memory_kind}
+    assert kinds == {host_memory().memory_kind}
 
 
 def test_programs_are_made_from_the_shapes_that_packing_gives():
-    toy, memory = small_toy("v4"), host_way.host_memory()
+    toy, memory = small_toy("v4"), host_memory()
     placement = tiered_toys.placement(toy, HOT_COUNT)
     made = fused_host_way.packed(toy.config, toy.numerics, cut(toy, placement), placement, memory)
     shapes = two_memories.shapes(backends.packed_shapes(toy.config, toy.numerics), HOT_COUNT, memory)

@@ -19,6 +19,7 @@ from v4flash.engine.session import Session
 from v4flash.errors import CapacityError, UsageError, V4FlashError
 from v4flash.fidelity.model_logits import ModelLogits
 from v4flash.model.host_experts import CACHE
+from v4flash.placement.host_memory import host_memory
 from v4flash.placement.table import COLD, HOT, Placement
 
 SHAPES = programs.Shapes(rows=8, chunk=16, context=160)
@@ -228,7 +229,7 @@ def test_memory_that_is_refused_is_one_sentence(monkeypatch):
         ("backbone", "layers", 0, "ffn", "experts", "w1", "weight"),
         np.zeros((8, 4, 4), np.float32),
     )
-    memory = host_way.host_memory()
+    memory = host_memory()
     real = jax.device_put
 
     def refusing(value, where=None):
@@ -243,7 +244,7 @@ def test_memory_that_is_refused_is_one_sentence(monkeypatch):
         host_way.put(table, memory, path, weights)
     assert "\n" not in str(caught.value) and caught.value.exit_code == 4
     with pytest.raises(CapacityError, match="reaches no memory of the host .RESOURCE_EXHAUSTED"):
-        host_way.host_memory()
+        host_memory()
 
 
 def test_a_checkpoint_is_opened_with_its_experts_cut(golden_checkpoint):
@@ -263,5 +264,5 @@ def test_a_checkpoint_is_opened_with_its_experts_cut(golden_checkpoint):
     experts = hosted.params.kept["backbone"]["layers"][0]["ffn"]["experts"]
     stacks = {name: experts[name]["w1"]["weight"][...] for name in ("hot", "cold")}
     assert [stack.shape[0] for stack in stacks.values()] == [11, 5]
-    assert stacks["cold"].sharding.memory_kind == host_way.host_memory().memory_kind
+    assert stacks["cold"].sharding.memory_kind == host_memory().memory_kind
     assert text(hosted, 0, 8) == text(resident, 0, 8)

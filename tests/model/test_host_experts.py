@@ -17,6 +17,7 @@ from v4flash.model.experts import Experts
 from v4flash.model.host_experts import CACHE, HostExperts, changed_state
 from v4flash.model.numerics import Numerics
 from v4flash.placement.cache import EMPTY
+from v4flash.placement.host_memory import host_memory
 from v4flash.placement.table import COLD, HOT, Placement
 
 EXPERTS, CHOSEN, HOT_COUNT, SPARE = 12, 2, 7, 2
@@ -47,7 +48,7 @@ def resident(kind: str) -> Experts:
 
 def hosted(kind: str, table: Placement = TABLE) -> tuple[nnx.GraphDef, nnx.State, nnx.State]:
     """The same experts cut by the table: graph, what stays, and the caches."""
-    memory = host_way.host_memory()
+    memory = host_memory()
     made = HostExperts(CONFIG, NUMERICS[kind], EXPERTS, hot=HOT_COUNT, spare=SPARE)
     made.table.tier[...], made.table.slot[...] = jnp.asarray(table.tier[0]), jnp.asarray(table.slot[0])
     for path, variable in nnx.to_flat_state(nnx.state(resident(kind))):

@@ -11,6 +11,7 @@ from v4flash.model.fused import two_memories
 from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.fused.model import ROWS, FusedModel
 from v4flash.model.fused.packing import pack_model
+from v4flash.placement.host_memory import host_memory
 
 CONTEXT = 96
 
@@ -76,9 +77,9 @@ def test_refused_host_memory_is_one_sentence(monkeypatch):
     def refuse(array, place):
         raise RuntimeError("RESOURCE_EXHAUSTED: no room\nsecond line")
 
-    experts = pack_model(small_toy("v4").model).layers[0].experts
+    experts, memory = pack_model(small_toy("v4").model).layers[0].experts, host_memory()
     monkeypatch.setattr(jax, "device_put", refuse)
     with pytest.raises(
         CapacityError, match=r"were refused \(RESOURCE_EXHAUSTED: no room\); keep more experts on the"
     ):
-        two_memories.moved_to_host(experts)
+        two_memories.moved_to_host(experts, memory)

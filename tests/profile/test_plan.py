@@ -10,6 +10,7 @@ from v4flash.cli import main
 from v4flash.config import ModelConfig
 from v4flash.errors import CapacityError, UsageError
 from v4flash.placement import statistics
+from v4flash.placement.cache import SPARE
 from v4flash.placement.statistics import DECIDE, JUDGE, Counts, RoutingStatistics, Text
 from v4flash.profile import budget, floor, machines, plan
 from v4flash.profile.machines import GIB, machine
@@ -34,7 +35,16 @@ def test_every_byte_has_one_place(flash, devices):
     found = plan.plan(flash, machine(devices), 65536, 5)
     weights = sum(floor.stored_bytes(parameter) for parameter in floor.parameters(flash))
     behind = found.bytes_behind(1) + found.bytes_behind(2)
-    assert found.first_bytes + behind - found.parts["state"] == weights
+    assert found.first_bytes + behind - found.parts["state"] - found.parts.get(plan.SLOTS, 0) == weights
+
+
+def test_slots_for_cold_experts_take_room_where_these_lie_in_host_memory(flash):
+    hosted, alone, peer = (
+        plan.plan(flash, machine(sizes), 65536, 5) for sizes in ("139,128h", "275", "139,139")
+    )
+    assert hosted.parts[plan.SLOTS] == SPARE * hosted.layers * hosted.expert
+    assert hosted.hot == peer.hot - SPARE
+    assert plan.SLOTS not in alone.parts and plan.SLOTS not in peer.parts
 
 
 def test_as_many_experts_are_hot_as_fit(flash):
@@ -94,7 +104,7 @@ def test_what_would_fit_is_said(successor):
 
 
 def test_largest_context_is_the_last_that_fits(flash):
-    memories = machine("26,160h")
+    memories = machine("31,160h")
     largest = plan.largest_context(flash, memories)
     assert 0 < largest < flash.max_position_embeddings
     plan.plan(flash, memories, largest, 5)

@@ -9,6 +9,7 @@ from toy_models import Toy
 from v4flash.engine import host_way
 from v4flash.engine.backends import ChangingWeights
 from v4flash.model.host_experts import HostExperts
+from v4flash.placement.host_memory import host_memory
 from v4flash.placement.table import Placement
 
 
@@ -20,7 +21,7 @@ def placement(model: Toy, hot: int, seed: int = 0) -> Placement:
 
 def tiered(model: Toy, table: Placement, spare: int) -> tuple[nnx.GraphDef, ChangingWeights]:
     """The toy with its experts cut by the table, as opening a checkpoint does it."""
-    memory, cut = host_way.host_memory(), []
+    memory, cut = host_memory(), []
     for path, variable in nnx.to_flat_state(model.params):
         parts = host_way.put(table, memory, path, variable.get_value())
         cut += [(own, variable.replace(array)) for own, array in parts.items()]

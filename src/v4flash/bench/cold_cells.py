@@ -28,7 +28,8 @@ from v4flash.bench import real_step
 from v4flash.bench.cold_routes import ColdRoutes
 from v4flash.config import ModelConfig
 from v4flash.errors import UsageError
-from v4flash.model.fused import two_memories
+from v4flash.placement.cache import SPARE
+from v4flash.placement.host_memory import host_memory
 from v4flash.profile.deviceless import REAL_NUMERICS
 from v4flash.speculative.step import draft_limit
 
@@ -57,7 +58,7 @@ class Request:
     config: ModelConfig
     hot: int
     shares: Sequence[float] = (0.012, 0.05)
-    slots: int = 8
+    slots: int = SPARE
     draft_length: int = 5
     context: int = 2048
     steps: int = 20
@@ -215,7 +216,7 @@ def measured_bandwidths(say: Callable[[str], None]) -> tuple[float, float]:
 def link_bandwidth() -> float:
     """Bytes/s of a copy from pinned host memory to the device, the median of a few."""
     size = _LINK_BYTES if jax.default_backend() != "cpu" else 1 << 20
-    on_host = jax.device_put(jnp.zeros((size // 4,), jnp.int32), two_memories.host_memory())
+    on_host = jax.device_put(jnp.zeros((size // 4,), jnp.int32), host_memory())
     taken = []
     for _ in range(_LINK_COPIES):
         started = time.perf_counter()

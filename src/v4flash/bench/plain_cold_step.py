@@ -35,10 +35,11 @@ from v4flash.bench.cold_routes import ColdRoutes
 from v4flash.checkpoint.inventory import abstract_model
 from v4flash.config import ModelConfig
 from v4flash.engine import compiler_options
-from v4flash.engine.host_way import host_memory, tiered
+from v4flash.engine.host_way import tiered
 from v4flash.engine.programs import Shapes
 from v4flash.model.experts import Experts
 from v4flash.model.host_experts import COLD_STACK, TABLE, HostExperts, changed_state, published_path
+from v4flash.placement.host_memory import host_memory
 from v4flash.placement.table import Placement
 from v4flash.profile.deviceless import REAL_NUMERICS
 from v4flash.speculative.step import speculative_step

@@ -24,6 +24,8 @@ from v4flash.model.fused import two_memories
 from v4flash.model.fused.bodies import FusedBodies, ReferenceBodies
 from v4flash.model.fused.packing import PackedModel
 from v4flash.model.host_experts import COLD_STACK, published_path
+from v4flash.placement.cache import SPARE
+from v4flash.placement.host_memory import host_memory
 from v4flash.placement.table import Placement
 
 if TYPE_CHECKING:
@@ -40,10 +42,10 @@ def open_host(
     """
     config, placement = opening.config, opening.placement
     numerics = dataclasses.replace(opening.numerics, packed=True)
-    memory = host_way.host_memory()
+    memory = host_memory()
     opening.say("compiling")
     shapes = two_memories.shapes(backends.packed_shapes(config, numerics), placement.hot, memory)
-    spare = min(host_way.SPARE, placement.experts - placement.hot)
+    spare = min(SPARE, placement.experts - placement.hot)
     empty = jax.eval_shape(lambda: two_memories.nothing_kept(shapes, spare))
     pinned = programs.build(
         None, ChangingWeights(shapes, empty), config, numerics, opening.shapes, opening.cache, bodies=bodies

@@ -1,7 +1,6 @@
 """Experts in the host's memory: how their weights get there, and how two of them change places.
 
-Knows: which memory beside the device's own the platform offers, and the stacks that `model/host_experts.py` reads.
-Does not know: what a step does with them.
+Knows: the stacks that `model/host_experts.py` reads. Does not know: what a step does with them.
 """
 
 import dataclasses
@@ -17,36 +16,16 @@ import numpy as np
 from v4flash.checkpoint.inventory import abstract_model
 from v4flash.checkpoint.loading import LoadedModel, load, whole
 from v4flash.checkpoint.names import ModulePath, is_stacked
-from v4flash.engine import backends, programs
+from v4flash.engine import programs
 from v4flash.engine.backends import ChangingWeights
 from v4flash.errors import CapacityError, first_line
 from v4flash.model.host_experts import CACHE, COLD_STACK, HOT_STACK, TABLE, HostExperts, stack_path
-from v4flash.placement.cache import Held
+from v4flash.placement.cache import SPARE, Held
+from v4flash.placement.host_memory import host_memory
 from v4flash.placement.table import COLD, HOT, Placement
 
 if TYPE_CHECKING:
     from v4flash.engine.ways import Opening
-
-SPARE = 8  # slots of a layer for cold experts; a pass of 8 rows rarely chooses more different ones
-MEMORIES = ("pinned_host", "unpinned_host")  # the first can be read by a GPU while it works
-
-
-def host_memory() -> jax.sharding.SingleDeviceSharding:
-    """The host's memory as the default device reaches it. Raises CapacityError where it reaches none."""
-    device = backends.current_device()
-    refused = "it names none"
-    for kind in MEMORIES:
-        try:
-            sharding = jax.sharding.SingleDeviceSharding(device, memory_kind=kind)
-            jax.block_until_ready(jax.device_put(np.zeros((1,), np.uint8), sharding))
-        except (ValueError, RuntimeError) as error:
-            refused = first_line(error)
-            continue
-        return sharding
-    raise CapacityError(
-        f"--experts host: {device.device_kind} reaches no memory of the host ({refused}); use --experts resident, peer "
-        "or sidecar"
-    )
 
 
 def open_host(opening: "Opening") -> tuple[LoadedModel, programs.Programs]:

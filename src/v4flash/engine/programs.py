@@ -42,6 +42,7 @@ from v4flash.engine.backends import (
 from v4flash.engine.diagnosis import Diagnosis
 from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.numerics import Numerics
+from v4flash.placement.host_memory import MEMORIES
 from v4flash.speculative.depth import DepthPolicy
 from v4flash.speculative.filters import SamplingParams
 from v4flash.speculative.lookup import LookupPolicy
@@ -305,7 +306,7 @@ def executable(
     )
     lowered = jax.jit(function, donate_argnums=donated).trace(*abstract).lower()
     kinds = {getattr(leaf.sharding, "memory_kind", None) for leaf in jax.tree.leaves(abstract)}
-    outside = not kinds.isdisjoint({"pinned_host", "unpinned_host"})
+    outside = not kinds.isdisjoint(MEMORIES)
     compiled = lowered.compile(compiler_options=compiler_options.of(devices[0].platform, host_memory=outside))
     if file:
         _store(file, compiled)

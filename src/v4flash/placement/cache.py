@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 EMPTY = -1
+SPARE = 8  # slots of a layer, unless another number is asked for; a pass of 8 rows rarely chooses more cold experts
 _OLDEST = jnp.iinfo(jnp.int32).max
 
 

@@ -12,8 +12,6 @@ from typing import Any
 from v4flash.profile import budget
 from v4flash.profile.budget import configuration
 
-_SPARE_SLOTS = 8
-
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
@@ -113,6 +111,7 @@ def _weights(model, backend: str, hot: int | None) -> tuple[Any, Any, Any]:
     from v4flash.model.fused import two_memories
     from v4flash.model.fused.bodies import FusedBodies
     from v4flash.model.host_experts import CACHE, HostExperts
+    from v4flash.placement.cache import SPARE
     from v4flash.profile.deviceless import REAL_NUMERICS, abstract_weights
 
     if backend == backends.FUSED:
@@ -121,8 +120,8 @@ def _weights(model, backend: str, hot: int | None) -> tuple[Any, Any, Any]:
         if hot is None:
             return params, None, form
         params = two_memories.shapes(params, hot)
-        return params, jax.eval_shape(lambda: two_memories.nothing_kept(params, _SPARE_SLOTS)), form
-    routed = Experts if hot is None else functools.partial(HostExperts, hot=hot, spare=_SPARE_SLOTS)
+        return params, jax.eval_shape(lambda: two_memories.nothing_kept(params, SPARE)), form
+    routed = Experts if hot is None else functools.partial(HostExperts, hot=hot, spare=SPARE)
     graphdef, variables = abstract_model(model, REAL_NUMERICS, routed)
     parts = [
         nnx.from_flat_state([(path, variable) for path, variable in variables if (CACHE in path) == changed])

@@ -3,9 +3,10 @@
 Knows: bytes of every part, how many hot experts a first device holds beside the rest, and how many cold ones a step is
 expected to meet. Does not know: any device that is there, or how experts are moved; nothing is loaded or measured.
 
-The first device keeps everything but the cold experts; n-gram tables, of which a step reads a few hundred rows, go to
-the host's memory where there is one behind it. Experts are hot in the order of their counts over real text where such
-statistics are given, judged on texts that did not decide the order, and else by a modelled popularity.
+The first device keeps everything but the cold experts, and slots for some of them where these lie in a host's memory;
+n-gram tables, of which a step reads a few hundred rows, go to the host's memory where there is one behind it. Experts
+are hot in the order of their counts over real text where such statistics are given, judged on texts that did not decide
+the order, and else by a modelled popularity.
 """
 
 import collections
@@ -20,6 +21,7 @@ from pallas_kernels.bench_case import tree_bytes
 from v4flash.config import ModelConfig
 from v4flash.engine.programs import Shapes, new_state
 from v4flash.errors import CapacityError, UsageError
+from v4flash.placement.cache import SPARE
 from v4flash.placement.statistics import RoutingStatistics
 from v4flash.profile import floor as floors
 from v4flash.profile.deviceless import REAL_NUMERICS
@@ -38,7 +40,7 @@ from v4flash.profile.machines import GIB, Figure, Machine, Memory
 SCHEMA = "v4flash.plan/2"
 RESERVED = 2 * GIB  # of each memory: program, temporaries, driver (modelled)
 ROWS, CHUNK = 8, 128
-TABLES, EXPERTS, STATE = "n-gram tables", "experts", "state"
+TABLES, EXPERTS, STATE, SLOTS = "n-gram tables", "experts", "state", "slots for cold experts"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Plan:
 
     Attributes:
       k, context: drafts per step, positions kept.
-      parts: bytes on the first device by part, experts apart.
+      parts: bytes on the first device by part, hot experts apart.
       tables: bytes of n-gram tables, and on which memory they lie if they are not among `parts`.
       expert: bytes of one routed expert.
       experts, layers: routed experts a layer, and layers.
@@ -154,12 +156,17 @@ def _placed(config: ModelConfig, memories: tuple[Memory, ...], context: int) -> 
     parts[STATE] = _state(config, context)
     experts, layers, chosen = config.n_routed_experts, config.num_hidden_layers, config.num_experts_per_tok
     expert, beside = routed // (experts * layers), sum(parts.values())
-    hot = min(experts, int((memories[0].size - RESERVED - beside) // (layers * expert)))
+    hot, spare = min(experts, int((memories[0].size - RESERVED - beside) // (layers * expert))), 0
+    if hot < experts and all(memory.host for memory in memories[1:]):
+        spare = min(SPARE, experts - chosen)
+        hot -= spare
+        parts[SLOTS] = spare * layers * expert
     if hot < chosen:
-        short = beside + chosen * layers * expert + RESERVED - memories[0].size
+        least = (chosen + spare) * layers * expert
+        short, slots = beside + least + RESERVED - memories[0].size, f" and {spare} slots" if spare else ""
         raise CapacityError(
             f"the first device is {_gib(short)} GiB short: {_gib(beside)} GiB beside the experts, "
-            f"{_gib(chosen * layers * expert)} for {chosen} experts a layer, {_gib(RESERVED)} kept free, and it has "
+            f"{_gib(least)} for {chosen} experts{slots} a layer, {_gib(RESERVED)} kept free, and it has "
             f"{_gib(memories[0].size)}{_hint(parts, short)}"
         )
     needed = (experts - hot) * layers * expert + (tables if place == 1 else 0)

@@ -1,8 +1,7 @@
 """A packed model whose cold experts lie in pinned host memory.
 
-Knows: how a layer's experts are divided by a table of places, and how memory of the host that the device can read is
-asked for. Does not know: which experts should be hot, or what a pass does with cold ones
-(`pallas_kernels.experts.tiers`).
+Knows: how a layer's experts are divided by a table of places. Does not know: which experts should be hot, or what a
+pass does with cold ones (`pallas_kernels.experts.tiers`).
 """
 
 import dataclasses
@@ -16,18 +15,13 @@ from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.tiers import COLD, HOT, Kept, TieredExperts
 from v4flash.errors import CapacityError, UsageError, first_line
 from v4flash.model.fused.packing import PackedLayer, PackedModel
+from v4flash.placement.host_memory import host_memory
 
-PINNED = "pinned_host"
 _records = jax.jit(tiers.to_records)
 
 
-def host_memory(device: jax.Device | None = None) -> jax.sharding.Sharding:
-    """Pinned memory of the host of `device` (the default one), which the device reads over its link."""
-    return jax.sharding.SingleDeviceSharding(device or jax.devices()[0], memory_kind=PINNED)
-
-
 def moved_to_host(experts: PackedExperts, memory: jax.sharding.Sharding | None = None) -> jax.Array:
-    """Packed experts [n, ...] as records int32 [n, P] in the host's memory, pinned unless `memory` says another.
+    """Packed experts [n, ...] as records int32 [n, P] in the host's memory, or in `memory`.
 
     Raises CapacityError where that is refused.
     """
