@@ -186,9 +186,7 @@ class Sidecar:
         rows = PROCESSOR_ROWS if self._device.platform == "cpu" else None
 
         def cold(stacks, x, places, weights):
-            named = zip(self._variables, stacks, strict=True)
-            flat = [(path, variable.replace(stack)) for (path, variable), stack in named]
-            held = nnx.merge(self._graph, nnx.from_flat_state(flat))
+            held = self._held(stacks)
             every = self._count <= places.size
             return contributions_in_turn(held, x, places, weights, every=every, rows=rows)
 
@@ -203,5 +201,16 @@ class Sidecar:
     def compute(self, layer: int, values: tuple[jax.Array, ...]) -> jax.Array:
         """Contributions of a layer's cold experts, for rows, places and weights on the second device."""
         program = self._programs[tuple((value.shape, value.dtype) for value in values)]
-        stacks = self._stacks[layer]
-        return program([stacks[path] for path, _ in self._variables], *values)
+        return program(self._in_order(layer), *values)
+
+    def experts(self, layer: int) -> Experts:
+        """The cold experts of a layer, on the second device."""
+        return self._held(self._in_order(layer))
+
+    def _in_order(self, layer: int) -> list[jax.Array]:
+        return [self._stacks[layer][path] for path, _ in self._variables]
+
+    def _held(self, stacks: list[jax.Array]) -> Experts:
+        named = zip(self._variables, stacks, strict=True)
+        flat = [(path, variable.replace(stack)) for (path, variable), stack in named]
+        return nnx.merge(self._graph, nnx.from_flat_state(flat))
