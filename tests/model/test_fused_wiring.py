@@ -39,8 +39,12 @@ def one_pass(model, tokens, state, count):
         return jnp.argmax(row).astype(jnp.int32), None
 
     taken, _ = model.drafter.chain(block, tokens[0], likeliest)
-    some, _ = model.drafter.chain(block, tokens[0], likeliest, jnp.int32(WANTED))
-    alike = (taken.ids == drafts.ids) & ((some.ids == taken.ids) | (jnp.arange(BLOCK) >= WANTED))
+    some, _ = model.drafter.chain(block, tokens[0], likeliest, lambda j, confidence: j < WANTED)
+    place = jnp.arange(BLOCK)
+    alike = (taken.ids == drafts.ids) & ((some.ids == taken.ids) | (place >= WANTED))
+    alike &= (taken.count == BLOCK) & (some.count == WANTED)
+    for ended, known in ((taken, BLOCK), (some, WANTED + 1)):
+        alike &= (jnp.abs(ended.confidence - drafts.confidence) < TOLERANCE) | (place >= known)
     drafts = dataclasses.replace(drafts, ids=jnp.where(alike, drafts.ids, -1))
     return logits, output.routes, state, block.base_logits, drafts.ids, drafts.confidence
 

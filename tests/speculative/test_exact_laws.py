@@ -10,27 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from toy_laws import EXACT, K, V, closed_form, continued, emitted, emitted_blockwise, golden_laws, joint
+from toy_laws import (
+    EXACT,
+    FILTERS,
+    PATHS,
+    POLICY,
+    K,
+    V,
+    closed_form,
+    emitted_blockwise,
+    emitted_by,
+    error,
+    golden_laws,
+    rows_of,
+)
 
 from v4flash.speculative.depth import DepthPolicy, calibrated, choose_depth
 from v4flash.speculative.filters import SamplingParams, target_law
 
-FILTERS = {
-    "temperature": {"temperature": 0.7},
-    "top-p": {"top_p": 0.8},
-    "top-k": {"temperature": 1.3, "top_k": 4},
-    "min-p": {"temperature": 0.9, "min_p": 0.15},
-}
 DRAFTS = {"drawn": {}, "drawn warmer": {"temperature": 1.6}, "greedy": {"temperature": 0.0}}
-PATHS = np.array(list(np.ndindex((V,) * K)))
-POLICY = dict(
-    costs=(1.0, 1.26, 1.7, 2.1, 2.25), acceptance=(0.7, 0.8, 0.8), slope=(0.8, 1.2, 1.0), bias=(0.2, -0.1)
-)
-
-
-def rows_of(i: int) -> np.ndarray:
-    """Row of law i for every path."""
-    return np.ravel_multi_index(PATHS[:, :i].T, (V,) * i) if i else np.zeros(len(PATHS), int)
 
 
 @functools.cache
@@ -68,24 +66,6 @@ def filtered(name: str, draft: str):
         ]
     assert laws[0][0].dtype == np.float64
     return laws
-
-
-def emitted_by(rule: str, p, q, live):
-    """Emission laws when the drafts of PATHS[row] are verified `live[row]` deep."""
-    if rule == "block":
-        depth = dict(zip(map(tuple, PATHS.tolist()), live.tolist(), strict=True))
-        return emitted_blockwise(p, q, lambda path: depth[tuple(int(token) for token in path)])
-    # Whether draft i is live is the same for all paths that share the drafts before it and can be drawn.
-    mass = np.ones(len(PATHS))
-    for i in range(K):
-        mass = mass * q[i][rows_of(i), PATHS[:, i]]
-    path_of = {tuple(PATHS[row, :i].tolist()): row for i in range(K + 1) for row in np.argsort(mass)}
-    return emitted(p, q, lambda i, prefix: live[path_of[tuple(int(token) for token in prefix)]] > i)
-
-
-def error(emits, p):
-    """Largest deviation of the first 1 to K + 1 tokens from the target's law, later steps following the target."""
-    return max(np.abs(continued(emits, p, tokens) - joint(p, tokens)).max() for tokens in range(1, K + 2))
 
 
 @pytest.mark.parametrize("depth", ["fixed", "adaptive"])

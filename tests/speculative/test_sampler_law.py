@@ -15,14 +15,16 @@ import numpy as np
 import pytest
 from scipy import stats
 from scripted_steps import ROWS, control, started
+from table_drafter import TableDrafter, table_model, table_stream
 from toy_models import toy
 
-from v4flash.speculative.depth import DepthPolicy, calibrated, choose_depth
-from v4flash.speculative.filters import SamplingParams, is_greedy, target_law
+from v4flash.engine.programs import make_control
+from v4flash.speculative.depth import DepthPolicy
+from v4flash.speculative.filters import SamplingParams, target_law
 from v4flash.speculative.lookup import LookupPolicy
-from v4flash.speculative.randomness import round_key
+from v4flash.speculative.randomness import round_key, seed_key
 from v4flash.speculative.rejection import propose, rule_of, verify
-from v4flash.speculative.step import speculative_step
+from v4flash.speculative.step import Drafting, draft, proposed, speculative_step, step_key
 
 V, K, START = 8, 3, 5
 FEW, MANY, BATCH = 25_000, 1_000_000, 25_000
@@ -45,27 +47,24 @@ COSTS = (1.0, 1.26, 1.7, 2.1, 2.25)
 
 
 @jax.jit
-def sample_texts(seeds, params, draft_params, policy, blockwise):
+def sample_texts(seeds, settings):
     """Two tokens [n, 2] of each seed by two speculative steps, and the depths [n, 2] of these."""
-    ahead = policy.acceptance[:K]
+    tables = jnp.zeros((K, V)), jnp.asarray(DRAFT), jnp.log(CONFIDENCE) - jnp.log1p(-CONFIDENCE)
+    model = table_model(TableDrafter(*tables))
 
     def step(carry, _):
         seed, text, length, anchor = carry
-        key = round_key(seed, length)
-
-        def draft(previous, i):
-            token, law = propose(jnp.asarray(DRAFT)[previous], draft_params, key, length + i)
-            return token, (token, law, jnp.asarray(CONFIDENCE)[i, previous])
-
-        _, (drafts, laws, confidence) = jax.lax.scan(draft, anchor, jnp.arange(K))
-        undrawn = is_greedy(params) | is_greedy(draft_params)
-        live = choose_depth(calibrated(confidence, policy), ahead, policy, jnp.int32(K), undrawn)
-        logits = jnp.asarray(TARGET)[jnp.concatenate([anchor[None], drafts])]
-        accepted, last = verify(drafts, laws, logits, live, params, key, length, rule_of(blockwise))
-        block = jnp.where(jnp.arange(K + 1) < accepted, jnp.append(drafts, 0), last)
+        # A step draws its first token behind the anchor, which stands at position length - 1.
+        stream = table_stream(length - 1, anchor, settings.depth.acceptance)
+        keyed = dataclasses.replace(settings, key=seed)
+        plan, key = proposed(model, stream, keyed, K, draft), step_key(stream, keyed)
+        logits = jnp.asarray(TARGET)[jnp.concatenate([anchor[None], plan.ids])]
+        rule = rule_of(settings.blockwise)
+        accepted, last = verify(plan.ids, plan.laws, logits, plan.live, settings.sampling, key, length, rule)
+        block = jnp.where(jnp.arange(K + 1) < accepted, jnp.append(plan.ids, 0), last)
         # What lies past the accepted tokens is overwritten by the next step or cut off at the end.
         text = jax.lax.dynamic_update_slice(text, block, (length,))
-        return (seed, text, jnp.minimum(length + accepted + 1, 2), last), live
+        return (seed, text, jnp.minimum(length + accepted + 1, 2), last), plan.live
 
     def one(seed):
         key = jax.random.key_data(jax.random.fold_in(jax.random.key(0), seed))
@@ -88,17 +87,18 @@ def p_value(counts, law):
     return stats.chisquare(counts, expected).pvalue
 
 
-def check(rule, draft, depth, name, draws):
+def check(rule, drafts, depth, name, draws):
     """Asserts both laws; returns the depths that steps had."""
     options = FILTERS[name]
-    params, draft_params = SamplingParams.make(**options), SamplingParams.make(**options | DRAFTS[draft])
+    params, draft_params = SamplingParams.make(**options), SamplingParams.make(**options | DRAFTS[drafts])
     policy = DepthPolicy.make(adaptive=DEPTHS[depth], costs=COSTS)
+    settings = make_control(
+        K, K, params, seed_key(0), (), draft_sampling=draft_params, depth=policy, blockwise=rule == "block"
+    )
     counts, depths = np.zeros(V * V), set()
     for first in range(0, draws, BATCH):
         seeds = jnp.arange(first, first + BATCH)
-        texts, live = jax.device_get(
-            sample_texts(seeds, params, draft_params, policy, jnp.asarray(rule == "block"))
-        )
+        texts, live = jax.device_get(sample_texts(seeds, settings))
         counts += np.bincount(texts[:, 0] * V + texts[:, 1], minlength=V * V)
         depths |= set(np.unique(live).tolist())
     law = np.asarray(target_law(jnp.asarray(TARGET), params), np.float64)
@@ -111,16 +111,16 @@ def check(rule, draft, depth, name, draws):
 COMBINATIONS = list(itertools.product(("token", "block"), DRAFTS, DEPTHS, FILTERS))
 
 
-@pytest.mark.parametrize(("rule", "draft", "depth", "name"), COMBINATIONS)
-def test_texts_follow_the_target_law(rule, draft, depth, name):
-    depths = check(rule, draft, depth, name, FEW)
+@pytest.mark.parametrize(("rule", "drafts", "depth", "name"), COMBINATIONS)
+def test_texts_follow_the_target_law(rule, drafts, depth, name):
+    depths = check(rule, drafts, depth, name, FEW)
     assert (depths == {K}) == (depth == "fixed")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("rule", "draft", "depth", "name"), COMBINATIONS)
-def test_a_million_texts_follow_the_target_law(rule, draft, depth, name):
-    check(rule, draft, depth, name, MANY)
+@pytest.mark.parametrize(("rule", "drafts", "depth", "name"), COMBINATIONS)
+def test_a_million_texts_follow_the_target_law(rule, drafts, depth, name):
+    check(rule, drafts, depth, name, MANY)
 
 
 # A whole model: the text goes on from a prompt whose last token occurred before, so that it can copy. Its own drafter
@@ -169,7 +169,7 @@ def sampler():
     history[PROMPT - 3 : PROMPT] = [int(stream.anchor), *likeliest]
     stream = dataclasses.replace(stream, history=jnp.asarray(history))
 
-    def drafting(merged, current, settings, limit, drafted):
+    def drafting(merged, current, settings, limit, wanted):
         """Drafts by the script: each from a law that the token before it decides."""
         key, start = round_key(settings.key, current.decode.length + 1), current.decode.length
 
@@ -178,7 +178,7 @@ def sampler():
             token, law = propose(row, settings.draft_sampling, key, start + 1 + i)
             return token, (token, law, jnp.max(law))
 
-        return jax.lax.scan(draw, current.anchor, jnp.arange(limit))[1]
+        return Drafting(*jax.lax.scan(draw, current.anchor, jnp.arange(limit))[1], wanted)
 
     @jax.jit
     def draw(settings, seeds):

@@ -11,7 +11,7 @@ from toy_models import toy
 from v4flash.engine.programs import Shapes, make_control, new_stream
 from v4flash.speculative.filters import SamplingParams
 from v4flash.speculative.randomness import seed_key
-from v4flash.speculative.step import prefill, speculative_step
+from v4flash.speculative.step import Drafting, prefill, speculative_step
 from v4flash.speculative.stream import Stream
 
 ROWS, WIDE_ROWS, CHUNK, CONTEXT = 8, 16, 32, 320
@@ -29,9 +29,9 @@ def programs(family: str, quantise: bool, rows: int):
 
     @jax.jit
     def run_step(params, stream, control, script):
-        def scripted(merged, stream, control, limit, drafted):
+        def scripted(merged, stream, control, limit, wanted):
             ids = jax.lax.dynamic_slice(script, (stream.decode.length + 1,), (limit,))
-            return ids, jax.nn.one_hot(ids, merged.config.vocab_size), jnp.zeros((limit,))
+            return Drafting(ids, jax.nn.one_hot(ids, merged.config.vocab_size), jnp.zeros((limit,)), wanted)
 
         merged = nnx.merge(model.graphdef, params)
         return speculative_step(merged, stream, control, rows, drafting=scripted)

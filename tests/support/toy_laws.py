@@ -17,6 +17,16 @@ GOLDEN = Path(__file__).parents[1] / "data" / "golden" / "formats.safetensors"
 V, K = 8, 3
 # Float64 sums of at most 4096 terms.
 EXACT = 1e-12
+FILTERS = {
+    "temperature": {"temperature": 0.7},
+    "top-p": {"top_p": 0.8},
+    "top-k": {"temperature": 1.3, "top_k": 4},
+    "min-p": {"temperature": 0.9, "min_p": 0.15},
+}
+PATHS = np.array(list(np.ndindex((V,) * K)))
+POLICY = dict(
+    costs=(1.0, 1.26, 1.7, 2.1, 2.25), acceptance=(0.7, 0.8, 0.8), slope=(0.8, 1.2, 1.0), bias=(0.2, -0.1)
+)
 
 
 def golden_laws():
@@ -106,3 +116,26 @@ def continued(laws, p, tokens):
             text = (text[:, None] * p[following]).ravel()
         total += text.reshape(V**tokens, -1).sum(axis=-1)
     return total
+
+
+def rows_of(i: int) -> np.ndarray:
+    """Row of law i for every path."""
+    return np.ravel_multi_index(PATHS[:, :i].T, (V,) * i) if i else np.zeros(len(PATHS), int)
+
+
+def emitted_by(rule: str, p, q, live):
+    """Emission laws when the drafts of PATHS[row] are verified `live[row]` deep."""
+    if rule == "block":
+        depth = dict(zip(map(tuple, PATHS.tolist()), live.tolist(), strict=True))
+        return emitted_blockwise(p, q, lambda path: depth[tuple(int(token) for token in path)])
+    # Whether draft i is live is the same for all paths that share the drafts before it and can be drawn.
+    mass = np.ones(len(PATHS))
+    for i in range(K):
+        mass = mass * q[i][rows_of(i), PATHS[:, i]]
+    path_of = {tuple(PATHS[row, :i].tolist()): row for i in range(K + 1) for row in np.argsort(mass)}
+    return emitted(p, q, lambda i, prefix: live[path_of[tuple(int(token) for token in prefix)]] > i)
+
+
+def error(emits, p):
+    """Largest deviation of the first 1 to K + 1 tokens from the target's law, later steps following the target."""
+    return max(np.abs(continued(emits, p, tokens) - joint(p, tokens)).max() for tokens in range(1, K + 2))

@@ -44,11 +44,77 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Drafts:
-    """A drafted chain: ids int32 [K], biased logits [K, V] float32, confidence logits [K] float32."""
+    """A drafted chain.
+
+    Attributes:
+      ids: int32 [K].
+      logits: float32 [K, V], biased by the token before.
+      confidence: float32 [K], log-odds that a draft is accepted.
+      count: int32 [], how many rows were drawn. Behind them ids and logits hold anything, and so do confidences but
+        that of the first row there.
+    """
 
     ids: jax.Array
     logits: jax.Array
     confidence: jax.Array
+    count: jax.Array
+
+
+def drawn_chain(
+    block: Block,
+    anchor: jax.Array,
+    draw: Callable,
+    wanted: Callable | None,
+    embedded: Callable,
+    bias: Callable,
+    confidence_logit: Callable,
+) -> tuple[Drafts, Any]:
+    """Draws the tokens of a block one after another, and no more of them than are wanted.
+
+    A loop that ends, not its turns one by one: every node of a captured graph costs the host time, taken or not. It
+    picks and puts rows by masks, for copies of slices would end the capture.
+
+    Args:
+      draw: (row int32 [], its logits [V]) -> its token, and anything to keep.
+      wanted: (row, confidence logits [K], known up to that of the row) -> bool [], whether the row is drawn; asked in
+        order until it says no. None wants all.
+      embedded: token -> its Markov embedding [rank].
+      bias: embedding of the token before -> bias [V] of a row's logits.
+      confidence_logit: (hidden [D], embedding of the token before) -> [].
+
+    Returns: the drafts, and what `draw` kept, stacked over rows, zeros behind the drawn ones.
+    """
+    turns = block.hidden.shape[0]
+    place = jnp.arange(turns, dtype=jnp.int32)
+
+    def picked(rows: jax.Array, j: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.where((place == j)[:, None], rows, 0), axis=0, dtype=rows.dtype)
+
+    def put(rows: jax.Array, row: jax.Array, j: jax.Array) -> jax.Array:
+        return jnp.where((place == j).reshape(-1, *[1] * row.ndim), row, rows)
+
+    def in_front(j: jax.Array, token: jax.Array, confidence: jax.Array) -> tuple:
+        """The token's embedding, the confidences with that of row j behind it, and whether the row is drawn."""
+        found = embedded(token)
+        confidence = put(confidence, confidence_logit(picked(block.hidden, j), found), j)
+        drawn = j < turns if wanted is None else (j < turns) & wanted(j, confidence)
+        return found, confidence, drawn
+
+    def turn(carry: tuple) -> tuple:
+        j, (before, confidence, _), made = carry
+        logits = picked(block.base_logits, j) + bias(before)
+        token, kept = draw(j, logits)
+        made = jax.tree.map(lambda rows, row: put(rows, row, j), made, (token, logits, kept))
+        return j + 1, in_front(j + 1, token, confidence), made
+
+    first = jnp.int32(0)
+    row = jax.eval_shape(lambda: (anchor, block.base_logits[0], draw(first, block.base_logits[0])[1]))
+    made = jax.tree.map(lambda x: jnp.zeros((turns, *x.shape), x.dtype), row)
+    start = first, in_front(first, anchor, jnp.zeros((turns,), block.base_logits.dtype)), made
+    with jax.named_scope("markov_chain"):
+        count, (_, confidence, _), made = jax.lax.while_loop(lambda carry: carry[1][2], turn, start)
+    ids, logits, kept = made
+    return Drafts(ids, logits, confidence, count), kept
 
 
 class MarkovHead(nnx.Module):
@@ -161,35 +227,19 @@ class Drafter(nnx.Module):
         return self.numerics.exact_product("...k,nk->...n", joined, weight)[..., 0]
 
     def chain(
-        self, block: Block, anchor: jax.Array, draw: Callable, count: jax.Array | None = None
+        self, block: Block, anchor: jax.Array, draw: Callable, wanted: Callable | None = None
     ) -> tuple[Drafts, Any]:
-        """Draws the tokens one after another; `draw(j, logits [V])` gives row j's token id and anything to keep.
-
-        Returns the drafts and what `draw` kept, stacked over rows. Only the first `count` rows are wanted, without it
-        all; bodies that can save the others' work leave anything in them.
-        """
-
-        def row(previous: jax.Array, inputs: tuple) -> tuple:
-            j, base, hidden = inputs
-            logits, embedded = self.biased_logits(base, previous)
-            token, kept = draw(j, logits)
-            return token, (token, logits, self.confidence_logits(hidden, embedded), kept)
-
-        rows = jnp.arange(block.hidden.shape[0], dtype=jnp.int32)
-        with jax.named_scope("markov_chain"):
-            _, (ids, logits, confidence, kept) = jax.lax.scan(
-                row, anchor, (rows, block.base_logits, block.hidden)
-            )
-        return Drafts(ids, logits, confidence), kept
+        """Draws the tokens one after another; arguments and results as in `drawn_chain`."""
+        markov = self.stages[-1].markov_head
+        return drawn_chain(block, anchor, draw, wanted, markov.embedded, markov.bias, self.confidence_logits)
 
     def greedy_chain(self, block: Block, anchor: jax.Array, count: jax.Array) -> Drafts:
-        """The drafts where every token is the likeliest one, the lowest id where several are.
+        """The first `count` drafts where every token is the likeliest one, the lowest id where several are."""
 
-        `count` as in `chain`.
-        """
-        return self.chain(
-            block, anchor, lambda j, logits: (jnp.argmax(logits).astype(jnp.int32), None), count
-        )[0]
+        def likeliest(j: jax.Array, logits: jax.Array) -> tuple[jax.Array, None]:
+            return jnp.argmax(logits).astype(jnp.int32), None
+
+        return self.chain(block, anchor, likeliest, lambda j, confidence: j < count)[0]
 
 
 class Model(nnx.Module):

@@ -6,12 +6,14 @@ must not look at. Does not know: where chances come from, or how the rows are th
 Draft i (from 0) is *live* when it is verified. At a temperature above zero the emitted law stays the target's
 only if whether draft i is live depends on the drafts before i alone. The drafter's confidence in draft i
 depends on exactly those, so depth may be chosen by it *one draft after another*: the decision about draft i
-uses the confidences up to i and, for what lies ahead, the average acceptance of the steps before this one. Where
-drafts are not drawn but follow from what was emitted (greedy drafts, copied ones), or where the target's own
-choices are emitted whatever is verified (temperature 0), all confidences may be compared at once.
+uses the confidences up to i and, for what lies ahead, the average acceptance of the steps before this one. It is
+known before draft i is drawn, so drafts behind the chosen depth need not be drawn at all. Where drafts are not drawn
+but follow from what was emitted (greedy drafts, copied ones), or where the target's own choices are emitted
+whatever is verified (temperature 0), all confidences may be compared at once.
 
-A step of r live rows costs `costs[r]`; `costs[0]` is the step without drafting, so `costs[1]` is a step that
-drafted and then verified nothing. Only their proportions count. Equal costs make every choice "verify all".
+A step of r live rows costs `costs[r]`; `costs[0]` is the step without drafting, so `costs[1]` is a step that ran the
+drafter and then verified nothing. Where drafts are drawn in order a step of r live rows draws r - 1. Only the
+proportions count. Equal costs make every choice "verify all".
 
 Verifying all is also what happens unless a smaller depth promises more by a margin; among the depths that do, the
 best is taken.
@@ -147,27 +149,36 @@ def choose_depth(
     rate = jnp.where(depth <= wanted, tokens / costs, 0)
     best = jnp.argmax(rate)
     known = jnp.where(rate[best] > slack * rate[wanted], best, wanted)
-    going_on = _rates_ahead(chance, ahead.astype(chance.dtype), tokens, costs)
-    allowed = (depth[1:] > depth[:k, None]) & (depth[1:] <= wanted)
-    best_ahead = jnp.max(jnp.where(allowed, going_on, 0), axis=1, initial=0)
-    all_ahead = jnp.max(jnp.where(allowed & (depth[1:] == wanted), going_on, 0), axis=1, initial=0)
-    stops = (rate[:k] > best_ahead) & (rate[:k] > slack * all_ahead) & (depth[:k] < wanted)
-    in_order = jnp.where(jnp.any(stops), jnp.argmax(stops), wanted)
+    stops = ~goes_on(depth[:k], chance, ahead, policy, wanted)
+    in_order = jnp.argmax(jnp.append(stops, True))
     chosen = jnp.where(free, known, in_order)
     return jnp.where(policy.adaptive, chosen, wanted).astype(jnp.int32)
 
 
-def _rates_ahead(chance: jax.Array, ahead: jax.Array, tokens: jax.Array, costs: jax.Array) -> jax.Array:
-    """Expected rates [k, k] of going on after i drafts (row) until j + 1 (column, j >= i) are verified.
+def goes_on(
+    place: jax.Array, chance: jax.Array, ahead: jax.Array, policy: DepthPolicy, wanted: jax.Array
+) -> jax.Array:
+    """Whether a step that decides in order and verifies the first `place` drafts verifies the next one too.
 
-    Draft i has its own chance, later ones the usual.
+    The answer for place i looks at chance[: i + 1] only, so it is known before draft i is drawn. It is that of an
+    adaptive policy. Every number is picked by a mask: where `place` is one number all of it is a single kernel, which
+    a loop asks in each of its turns.
+
+    Args: place int [...], from 0 to k - 1; the others as in `choose_depth`.
+    Returns: bool [...], False from `wanted` on.
     """
-    k = chance.shape[0]
-    place = jnp.arange(k)
-    survival = jnp.cumprod(chance)
-    later = jnp.cumprod(jnp.where(place > place[:, None], ahead, 1), axis=1)
-    reached = jnp.where(place >= place[:, None], survival[:, None] * later, 0)
-    return (tokens[:k, None] + jnp.cumsum(reached, axis=1)) / costs[1:]
+    costs, slack = policy.costs.astype(chance.dtype), 1 + policy.margin.astype(chance.dtype)
+    ahead = ahead.astype(chance.dtype)
+    survival = tokens = jnp.ones(place.shape, chance.dtype)
+    here = best = whole = jnp.zeros(place.shape, chance.dtype)
+    for further in range(chance.shape[0]):
+        here = jnp.where(place == further, tokens / costs[further + 1], here)
+        survival = survival * jnp.where(further <= place, chance[further], ahead[further])
+        tokens = tokens + survival
+        rate = jnp.where((further >= place) & (further < wanted), tokens / costs[further + 2], 0)
+        best = jnp.maximum(best, rate)
+        whole = jnp.where(further + 1 == wanted, rate, whole)
+    return (place < wanted) & ~((here > best) & (here > slack * whole))
 
 
 def observed(

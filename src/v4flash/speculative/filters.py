@@ -11,11 +11,12 @@ Tokens are ranked by (logit, descending; id, ascending), a total order, so top-k
 top-p exactly the shortest sufficient prefix even where logits are equal. transformers keeps every token that
 ties with the k-th.
 
-The options are arrays, not Python numbers: one compiled program serves every setting. Branches are chosen by
-`jax.lax.switch`/`cond` on these scalars, so a disabled filter costs nothing.
+The options are arrays, not Python numbers: one compiled program serves every setting. `kind_of_law` says which of
+the bodies `LAWS` they ask for, so that a disabled filter costs nothing; a loop that needs laws chooses once, around it.
 """
 
 import dataclasses
+import functools
 import math
 import operator
 
@@ -26,6 +27,9 @@ import numpy as np
 from v4flash.errors import UsageError
 
 _INT32_MAX = np.iinfo(np.int32).max
+# Bits that one pass of a search settles. A GPU reads the row once for all trial cuts of a pass and pays for passes, a
+# CPU pays for sums.
+_GPU_BITS = 4
 
 
 @jax.tree_util.register_dataclass
@@ -120,27 +124,56 @@ def target_law(logits, params: SamplingParams):
       one at the greedy token and zero elsewhere. A row without a law (see `has_usable_logits`) is NaN,
       except at temperature 0.
     """
+    kind = kind_of_law(params, jnp.shape(logits)[-1])
+    return jax.lax.switch(kind, [functools.partial(law, logits, params) for law in LAWS])
+
+
+def kind_of_law(params: SamplingParams, vocabulary: int):
+    """int32 []: which of `LAWS` these options ask for."""
+    ranked = _top_k_on(params, vocabulary).astype(jnp.int32) + (params.top_p < 1)
+    return jnp.where(is_greedy(params), GREEDY, UNRANKED + ranked)
+
+
+def _top_k_on(params, vocabulary):
+    return (params.top_k > 0) & (params.top_k < vocabulary)
+
+
+def _greedy(logits, params):
+    logits = _wide(logits)
+    return jax.nn.one_hot(greedy_token(logits), logits.shape[-1], dtype=logits.dtype)
+
+
+def _unranked(logits, params):
+    return _normalise(_min_p(_weights(_wide(logits), params.temperature), params.min_p))
+
+
+def _ranked_once(logits, params):
+    """Either top-k or top-p: one search, whose numbers say which."""
+    logits = _wide(logits)
+    weights, by_count = _weights(logits, params.temperature), _top_k_on(params, logits.shape[-1])
+    target = jnp.where(by_count, params.top_k.astype(weights.dtype), _top_p_target(weights, params.top_p))
+    kept = _shortest_prefix(_order_code(logits), jnp.where(by_count, 1, weights), target, unroll=True)
+    return _normalise(_min_p(jnp.where(kept, weights, 0), params.min_p))
+
+
+def _ranked_twice(logits, params):
+    """Top-k, then top-p; rare enough for loops instead of their turns, which every step would carry along."""
+    logits = _wide(logits)
+    order, weights = _order_code(logits), _weights(logits, params.temperature)
+    best = _shortest_prefix(order, jnp.ones_like(weights), params.top_k.astype(weights.dtype))
+    weights = jnp.where(best, weights, 0)
+    kept = _shortest_prefix(order, weights, _top_p_target(weights, params.top_p))
+    return _normalise(_min_p(jnp.where(kept, weights, 0), params.min_p))
+
+
+# Bodies of `target_law`, each for one kind of options.
+GREEDY, UNRANKED = 0, 1
+LAWS = (_greedy, _unranked, _ranked_once, _ranked_twice)
+
+
+def _wide(logits):
     logits = jnp.asarray(logits)
-    logits = logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
-    vocabulary = logits.shape[-1]
-    top_k_on = (params.top_k > 0) & (params.top_k < vocabulary)
-    top_p_on = params.top_p < 1
-
-    def greedy():
-        return jax.nn.one_hot(greedy_token(logits), vocabulary, dtype=logits.dtype)
-
-    def unranked():
-        return _normalise(_min_p(_weights(logits, params.temperature), params.min_p))
-
-    def ranked():
-        weights = _weights(logits, params.temperature)
-        order = _order_code(logits)
-        weights = jax.lax.cond(top_k_on, lambda w: _top_k(order, w, params.top_k), lambda w: w, weights)
-        weights = jax.lax.cond(top_p_on, lambda w: _top_p(order, w, params.top_p), lambda w: w, weights)
-        return _normalise(_min_p(weights, params.min_p))
-
-    branch = jnp.where(is_greedy(params), 0, jnp.where(top_k_on | top_p_on, 2, 1))
-    return jax.lax.switch(branch, [greedy, unranked, ranked])
+    return logits.astype(jnp.promote_types(logits.dtype, jnp.float32))
 
 
 def _weights(logits, temperature):
@@ -161,15 +194,9 @@ def _min_p(weights, min_p):
     return jnp.where(weights < min_p, 0, weights)
 
 
-def _top_k(order, weights, top_k):
-    ones = jnp.ones((), weights.dtype)
-    return jnp.where(_shortest_prefix(order, ones, top_k.astype(weights.dtype)), weights, 0)
-
-
-def _top_p(order, weights, top_p):
+def _top_p_target(weights, top_p):
     # The first token alone weighs 1; a target above 0 keeps the prefix from being empty when top_p is 0.
-    target = jnp.maximum(top_p * jnp.sum(weights, axis=-1), jnp.finfo(weights.dtype).tiny)
-    return jnp.where(_shortest_prefix(order, weights, target), weights, 0)
+    return jnp.maximum(top_p * jnp.sum(weights, axis=-1), jnp.finfo(weights.dtype).tiny)
 
 
 def _order_code(logits):
@@ -180,39 +207,62 @@ def _order_code(logits):
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _shortest_prefix(order, weights, target):
+def _shortest_prefix(order, weights, target, *, unroll=False):
     """Mask of the shortest ranked prefix that carries at least `target` weight.
 
     Sorting a whole vocabulary costs more than a hundred milliseconds on a small CPU. Instead the logit at
-    the cut is found bit by bit, each bit with one sum over the row; where several tokens share that logit,
+    the cut is found a few bits at a time, with sums over the row; where several tokens share that logit,
     a second search finds the last id that is needed. Sums of non-negative numbers in one fixed order
     never decrease when a term grows, so rounding cannot mislead the search.
 
     Args:
       order: unsigned [..., V], from `_order_code`.
-      weights: float [..., V] or [], non-negative.
+      weights: float [..., V], non-negative.
       target: float [...] or [], above 0.
+      unroll: whether the search for the logit is no loop on a GPU, where a turn of one costs as much as a pass.
     """
     vocabulary = order.shape[-1]
-    cut = _largest_cut(order, jnp.iinfo(order.dtype).bits, weights, target)[..., None]
+    cut = _largest_cut(order, jnp.iinfo(order.dtype).bits, weights, target, unroll)[..., None]
     tied = order == cut
 
     def by_id():
         seat = vocabulary - jnp.arange(vocabulary, dtype=jnp.uint32)
         ahead = jnp.where(order > cut, np.uint32(vocabulary), jnp.where(tied, seat, np.uint32(0)))
         # A token above the cut outranks every tied one; the first id shares its seat and is needed anyway.
-        last = _largest_cut(ahead, vocabulary.bit_length(), weights, target)[..., None]
+        last = _largest_cut(ahead, vocabulary.bit_length(), weights, target, False)[..., None]
         return ahead >= jnp.maximum(last, 1)
 
     return jax.lax.cond(jnp.any(jnp.sum(tied, axis=-1) > 1), by_id, lambda: order >= cut)
 
 
-def _largest_cut(rank, bits, weights, target):
+def _largest_cut(rank, bits, weights, target, unroll):
     """Largest c [...] below 2**bits for which the weights of rank >= c still sum to `target`; 0 if none."""
+    on_cpu = functools.partial(_search, bits=bits, width=1, unroll=False)
+    elsewhere = functools.partial(_search, bits=bits, width=_GPU_BITS, unroll=unroll)
+    return jax.lax.platform_dependent(rank, weights, target, cpu=on_cpu, default=elsewhere)
 
-    def settle_bit(step, cut):
-        trial = cut | (jnp.ones((), rank.dtype) << (bits - 1 - step).astype(rank.dtype))
-        mass = jnp.sum(jnp.where(rank >= trial[..., None], weights, 0), axis=-1)
-        return jnp.where(mass >= target, trial, cut)
 
-    return jax.lax.fori_loop(0, bits, settle_bit, jnp.zeros(rank.shape[:-1], rank.dtype))
+def _search(rank, weights, target, *, bits, width, unroll):
+    """`_largest_cut`, settling `width` bits a pass."""
+    passes = -(-bits // width)
+
+    def settle(number, cut):
+        low = (width * (passes - 1 - number)).astype(rank.dtype)
+        trials = [cut + (rank.dtype.type(trial) << low) for trial in range(1, 2**width)]
+        return cut + (
+            sum((mass >= target).astype(rank.dtype) for mass in _masses(rank, weights, trials)) << low
+        )
+
+    start = jnp.zeros(rank.shape[:-1], rank.dtype)
+    return jax.lax.fori_loop(0, passes, settle, start, unroll=unroll)
+
+
+def _masses(rank, weights, trials):
+    """Sum [...] of the weights of rank >= c for every c [...] of `trials`; the row is read once for all."""
+    terms = tuple(jnp.where(rank >= trial[..., None], weights, 0) for trial in trials)
+    zeros = (np.zeros((), weights.dtype),) * len(terms)
+
+    def added(ours, theirs):
+        return tuple(one + other for one, other in zip(ours, theirs, strict=True))
+
+    return jax.lax.reduce(terms, zeros, added, (rank.ndim - 1,))

@@ -16,13 +16,23 @@ Sources: Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (arXiv 23
 rule; Sun et al. 2024 (arXiv 2403.10444) for the block-wise rule.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from v4flash.speculative.filters import SamplingParams, greedy_token, is_greedy, target_law
+from v4flash.speculative.filters import (
+    GREEDY,
+    LAWS,
+    UNRANKED,
+    SamplingParams,
+    greedy_token,
+    is_greedy,
+    kind_of_law,
+    target_law,
+)
 from v4flash.speculative.randomness import Purpose, categorical, invert, uniform
 
 
@@ -215,18 +225,20 @@ def verify(
         wants a `randomness.round_key`, here and in `propose`.
     """
     k = draft_ids.shape[0]
+    kind = kind_of_law(params, target_logits.shape[-1])
 
     def greedy():
         return verify_greedy(draft_ids, target_logits, live_drafts)
 
     def sampled():
-        target_probs = target_law(target_logits[: k + 1], params)
+        ways = [functools.partial(law, target_logits[: k + 1], params) for law in LAWS[UNRANKED:]]
+        target_probs = jax.lax.switch(kind - UNRANKED, ways)
         positions = first_position + jnp.arange(k + 1)
         coins = uniform(key_data, positions[:k], Purpose.ACCEPT, dtype=target_probs.dtype)
         redraws = uniform(key_data, positions, Purpose.RESAMPLE, draws=(2,), dtype=target_probs.dtype)
         return rule(draft_ids, draft_probs, target_probs, live_drafts, coins, redraws)
 
-    return jax.lax.cond(is_greedy(params), greedy, sampled)
+    return jax.lax.cond(kind == GREEDY, greedy, sampled)
 
 
 def _drafted(draft_ids, laws):

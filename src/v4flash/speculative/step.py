@@ -15,6 +15,7 @@ Sources: dspark step of DeepSeek inference/model.py (`forward_spec`); accept rul
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -24,9 +25,9 @@ import jax.numpy as jnp
 from v4flash.model.drafter import Block, Model
 from v4flash.speculative import depth, lookup
 from v4flash.speculative.depth import MAX_DRAFT
-from v4flash.speculative.filters import has_usable_logits, is_greedy
-from v4flash.speculative.randomness import round_key
-from v4flash.speculative.rejection import Verdict, propose, rule_of, verify
+from v4flash.speculative.filters import LAWS, UNRANKED, has_usable_logits, is_greedy, kind_of_law
+from v4flash.speculative.randomness import Purpose, invert, round_key, uniform
+from v4flash.speculative.rejection import Verdict, rule_of, verify
 from v4flash.speculative.stream import LIMIT, REPEATED, RUNNING, STOPPED, Control, StepResult, Stream
 from v4flash.state import DecodeState
 
@@ -62,15 +63,30 @@ def step_key(stream: Stream, control: Control) -> jax.Array:
     return round_key(control.key, stream.decode.length + 1)
 
 
-def draft(
-    model: Model, stream: Stream, control: Control, limit: int, drafted: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Drafts `limit` tokens behind the anchor: ids [limit], their laws [limit, V], confidence [limit].
+class Drafting(NamedTuple):
+    """What was drafted for a step.
 
-    Zeros, and no work, unless `drafted` (bool []). The block and its chain are two conditionals, none inside the other:
-    a GPU starts a conditional's graph the later the more nodes it holds, those of further conditionals included.
+    Attributes:
+      ids: int32 [K], drafts in the first `count` places.
+      laws: float32 [K, V], the law each was drawn from; one-hot where it was not drawn.
+      confidence: float32 [K], predicted acceptance of each, and of the first one that was not drafted; 0 behind it.
+      count: int32 [], how many there are. Like a depth it may depend, for draft i, on the drafts before i alone.
     """
-    vocabulary = model.config.vocab_size
+
+    ids: jax.Array
+    laws: jax.Array
+    confidence: jax.Array
+    count: jax.Array
+
+
+def draft(model: Model, stream: Stream, control: Control, limit: int, wanted: jax.Array) -> Drafting:
+    """Drafts up to `wanted` (int32 []) of at most `limit` tokens behind the anchor; zeros, and no work, for none.
+
+    Where the depth is chosen in order, drawing ends in front of the first draft that would not be verified. The block
+    and its chain are two conditionals, none inside the other: a GPU starts a conditional's graph the later the more
+    nodes it holds, those of further conditionals included.
+    """
+    vocabulary, drafted = model.config.vocab_size, wanted > 0
     key, first = step_key(stream, control), stream.decode.length + 1
 
     def run() -> tuple[jax.Array, jax.Array]:
@@ -79,28 +95,43 @@ def draft(
 
     zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(run))
     block = Block(*jax.lax.cond(drafted, run, lambda: zeros), streams=[], routes=[])
+    dtype = block.base_logits.dtype
 
-    def draw(j: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-        proposal = propose(logits, control.draft_sampling, key, first + j)
-        return proposal.token, proposal.law
+    def is_drawn(j: jax.Array, confidence: jax.Array) -> jax.Array:
+        chance = depth.calibrated(jax.nn.sigmoid(confidence), control.depth)
+        deeper = depth.goes_on(j, chance, stream.acceptance[:limit], control.depth, wanted)
+        # Whether to copy is asked of the first draft's law.
+        anyway = ~control.depth.adaptive | is_greedy(control.sampling) | (control.lookup.on & (j == 0))
+        return (j < wanted) & (deeper | anyway)
 
-    def drawn() -> tuple[jax.Array, ...]:
-        drafts, laws = model.drafter.chain(block, stream.anchor, draw, control.draft_length)
-        return drafts.ids, laws, drafts.confidence
+    def drawn(law: Callable) -> Drafting:
+        uniforms = uniform(key, first + jnp.arange(limit), Purpose.DRAFT, draws=(2,))
 
-    def greedy() -> tuple[jax.Array, ...]:
-        drafts = model.drafter.greedy_chain(block, stream.anchor, control.draft_length)
-        laws = jax.nn.one_hot(drafts.ids, vocabulary, dtype=jnp.float32)
-        return drafts.ids, laws, drafts.confidence
+        def draw(j: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+            found = law(logits, control.draft_sampling)
+            own = jnp.sum(jnp.where(jnp.arange(limit)[:, None] == j, uniforms, 0), axis=0)
+            return invert(found, own), found
 
-    def nothing() -> tuple[jax.Array, ...]:
-        laws = jnp.zeros((limit, vocabulary), jnp.float32)
-        return jnp.zeros((limit,), jnp.int32), laws, jnp.full((limit,), -jnp.inf)
+        drafts, laws = model.drafter.chain(block, stream.anchor, draw, is_drawn)
+        known = jnp.where(jnp.arange(limit) <= drafts.count, drafts.confidence, -jnp.inf)
+        return Drafting(drafts.ids, laws, known, drafts.count)
 
-    # One branch around the whole chain: a law per draft would be work that greedy decoding never looks at.
-    way = jnp.where(drafted, jnp.where(is_greedy(control.draft_sampling), 1, 2), 0)
-    ids, laws, confidence = jax.lax.switch(way, (nothing, greedy, drawn))
-    return ids, laws, jax.nn.sigmoid(confidence)
+    def greedy() -> Drafting:
+        drafts = model.drafter.greedy_chain(block, stream.anchor, wanted)
+        laws = jax.nn.one_hot(drafts.ids, vocabulary, dtype=dtype)
+        return Drafting(drafts.ids, laws, drafts.confidence, wanted)
+
+    def nothing() -> Drafting:
+        none = jnp.zeros((limit,), jnp.int32)
+        return Drafting(
+            none, jnp.zeros((limit, vocabulary), dtype), jnp.full((limit,), -jnp.inf, dtype), wanted
+        )
+
+    # One branch around the whole chain: a conditional in a loop is started in every turn.
+    ways = [nothing, greedy, *[functools.partial(drawn, law) for law in LAWS[UNRANKED:]]]
+    kind = kind_of_law(control.draft_sampling, vocabulary)
+    found = jax.lax.switch(jnp.where(drafted, 1 + kind, 0), ways)
+    return found._replace(confidence=jax.nn.sigmoid(found.confidence))
 
 
 def proposed(model: Model, stream: Stream, control: Control, limit: int, drafting: Callable) -> Proposed:
@@ -111,33 +142,35 @@ def proposed(model: Model, stream: Stream, control: Control, limit: int, draftin
     drafted = depth.worth_drafting(ahead, policy, wanted)
 
     with jax.named_scope("draft"):
-        ids, laws, confidence = drafting(model, stream, control, limit, drafted)
+        drafts = drafting(model, stream, control, limit, jnp.where(drafted, wanted, 0))
 
     with jax.named_scope("choose"):
-        chance = depth.calibrated(confidence, policy)
+        chance = depth.calibrated(drafts.confidence, policy)
 
         def looked_up() -> tuple:
             copy = lookup.find(stream.history, stream.decode.length, limit)
             taken = lookup.should_copy(
-                copy, laws[0], drafted, stream.copy_rate, ahead, control.lookup, wanted, room
+                copy, drafts.laws[0], drafted, stream.copy_rate, ahead, control.lookup, wanted, room
             )
             return copy.ids, taken
 
         copies, copied = jax.lax.cond(
-            control.lookup.on & (room > 0), looked_up, lambda: (ids, jnp.asarray(False))
+            control.lookup.on & (room > 0), looked_up, lambda: (drafts.ids, jnp.asarray(False))
         )
         rate = jnp.broadcast_to(stream.copy_rate, (limit,))
         most = jnp.where(copied, jnp.clip(control.lookup.length, 0, room), jnp.where(drafted, wanted, 0))
         undrawn = copied | is_greedy(control.sampling) | is_greedy(control.draft_sampling)
-        live = depth.choose_depth(
+        chosen = depth.choose_depth(
             jnp.where(copied, rate, chance), jnp.where(copied, rate, ahead), policy, most, undrawn
         )
+        laws = jax.nn.one_hot(copies, drafts.laws.shape[1], dtype=drafts.laws.dtype)
     return Proposed(
-        ids=jnp.where(copied, copies, ids),
-        laws=jnp.where(copied, jax.nn.one_hot(copies, laws.shape[1], dtype=laws.dtype), laws),
-        confidence=jnp.where(copied, rate, confidence),
+        ids=jnp.where(copied, copies, drafts.ids),
+        laws=jnp.where(copied, laws, drafts.laws),
+        confidence=jnp.where(copied, rate, drafts.confidence),
         chance=chance,
-        live=live,
+        # Drawing ended by the same rule, whose rounding may differ there: what was not drawn is never verified.
+        live=jnp.where(copied, chosen, jnp.minimum(chosen, drafts.count)),
         drafted=drafted,
         copied=copied,
     )
@@ -156,7 +189,7 @@ def speculative_step(
     """Runs one step with passes of `rows` rows (static); a finished stream comes back unchanged.
 
     `drafting` proposes the tokens and must return the laws they were drawn from, as `draft` does; what it returns where
-    nothing is to be drafted is not looked at.
+    none are wanted is not looked at.
     """
     limit = draft_limit(rows) if model.drafter is not None else 0
     start, running = stream.decode.length, stream.finish == RUNNING

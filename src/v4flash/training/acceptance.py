@@ -90,11 +90,11 @@ def make_chances(model: LanguageModel) -> Callable[[Any, Stream, Control], jax.A
 
     def chances(params: nnx.State, stream: Stream, control: Control) -> jax.Array:
         merged = model.programs.model(params)
-        ids, laws, _ = draft(merged, stream, control, limit)
+        ids, laws, _, count = draft(merged, stream, control, limit, control.draft_length)
         tokens = jnp.zeros((rows,), jnp.int32).at[0].set(stream.anchor).at[1 : limit + 1].set(ids)
-        trunk, _ = merged.backbone.trunk(tokens, stream.decode, control.draft_length + 1)
+        trunk, _ = merged.backbone.trunk(tokens, stream.decode, count + 1)
         targets = target_law(merged.backbone.logits(trunk.hidden)[:limit], control.sampling)
-        return chances_of(ids, laws, targets, control.draft_length, control.blockwise)
+        return chances_of(ids, laws, targets, count, control.blockwise)
 
     return model.programs.runner.jit(chances)
 

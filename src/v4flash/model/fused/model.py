@@ -20,7 +20,7 @@ from pallas_kernels.rows import Columns
 from pallas_kernels.tiles import PackedMatrix
 from v4flash.config import ModelConfig
 from v4flash.model.backbone import TrunkOutput
-from v4flash.model.drafter import Block, Drafts
+from v4flash.model.drafter import Block, Drafts, drawn_chain
 from v4flash.model.engram import multipliers, table_primes
 from v4flash.model.fused import layer as layers
 from v4flash.model.fused import specs
@@ -205,36 +205,14 @@ class FusedDrafter:
         return Block(made.hidden[:rows], logits[:rows], [], routes)
 
     def chain(
-        self, block: Block, anchor: jax.Array, draw: Callable, count: jax.Array | None = None
+        self, block: Block, anchor: jax.Array, draw: Callable, wanted: Callable | None = None
     ) -> tuple[Drafts, Any]:
-        """Draws the tokens one after another, as `Drafter.chain` does; rows behind `count` hold zeros.
+        """Draws the tokens one after another, as `Drafter.chain` does."""
 
-        A loop, not its turns one by one: every node of a captured graph costs the host time, taken or not. It picks
-        and puts rows by masks, for copies of slices would end the capture.
-        """
-        turns = block.hidden.shape[0]
-        place = jnp.arange(turns)
+        def bias(embedded: jax.Array) -> jax.Array:
+            return self.numerics.exact_product("r,vr->v", embedded, self.packed.markov_head)
 
-        def picked(rows: jax.Array, j: jax.Array) -> jax.Array:
-            return jnp.sum(jnp.where((place == j)[:, None], rows, 0), axis=0)
-
-        def put(rows: jax.Array, row: jax.Array, j: jax.Array) -> jax.Array:
-            return jnp.where((place == j).reshape(-1, *[1] * row.ndim), row, rows)
-
-        def turn(j: jax.Array, carry: tuple) -> tuple:
-            previous, made = carry
-            embedded = self.packed.markov_embed[previous].astype(jnp.float32)
-            bias = self.numerics.exact_product("r,vr->v", embedded, self.packed.markov_head)
-            logits = picked(block.base_logits, j) + bias
-            token, kept = draw(j, logits)
-            return token, jax.tree.map(lambda rows, row: put(rows, row, j), made, (token, logits, kept))
-
-        row = jax.eval_shape(lambda: (anchor, block.base_logits[0], draw(anchor, block.base_logits[0])[1]))
-        made = jax.tree.map(lambda x: jnp.zeros((turns, *x.shape), x.dtype), row)
-        with jax.named_scope("markov_chain"):
-            wanted = turns if count is None else jnp.clip(count, 0, turns)
-            _, (ids, logits, kept) = jax.lax.fori_loop(0, wanted, turn, (anchor, made))
-            return Drafts(ids, logits, self._confidence(block, anchor, ids)), kept
+        return drawn_chain(block, anchor, draw, wanted, self._embedded, bias, self._confidence)
 
     def greedy_chain(self, block: Block, anchor: jax.Array, count: jax.Array) -> Drafts:
         """The likeliest tokens, as `Drafter.greedy_chain`; rows behind `count` hold id 0."""
@@ -244,14 +222,19 @@ class FusedDrafter:
             ids, logits = ops.chain(
                 spec, block.base_logits, anchor, packed.markov_embed, packed.markov_head, count
             )
-            return Drafts(ids, logits, self._confidence(block, anchor, ids))
+            before = self._embedded(jnp.concatenate([anchor[None], ids[:-1]]))
+            confidence = self._confidence(block.hidden, before)
+            return Drafts(ids, logits, confidence, jnp.clip(count, 0, ids.shape[0]))
 
-    def _confidence(self, block: Block, anchor: jax.Array, ids: jax.Array) -> jax.Array:
-        """Log-odds [K] that each draft is accepted, from its row and the token before it."""
-        before = jnp.concatenate([anchor[None], ids[:-1]])
-        embedded = self.packed.markov_embed[before].astype(jnp.float32)
-        joined = jnp.concatenate([block.hidden.astype(jnp.float32), embedded], axis=1)
-        return self.numerics.exact_product("rk,nk->rn", joined, self.packed.draft_floats["confidence"])[:, 0]
+    def _embedded(self, tokens: jax.Array) -> jax.Array:
+        """Markov embeddings float32 [..., rank] of tokens [...]."""
+        return self.packed.markov_embed[tokens].astype(jnp.float32)
+
+    def _confidence(self, hidden: jax.Array, before: jax.Array) -> jax.Array:
+        """Log-odds [...] that drafts are accepted, from their rows [..., D] and embeddings of the tokens before."""
+        joined = jnp.concatenate([hidden.astype(jnp.float32), before], axis=-1)
+        weight = self.packed.draft_floats["confidence"]
+        return self.numerics.exact_product("...k,nk->...n", joined, weight)[..., 0]
 
 
 class FusedModel:
