@@ -109,7 +109,8 @@ def test_the_command_times_cells_and_writes_a_record(tmp_path, capsys):
     )  # fmt: skip
     assert code == 0
     record = json.loads(out.read_text())
-    assert [cell["k"] for cell in record["cells"]] == [0, 3]
+    assert [(cell["k"], cell["depth"]) for cell in record["cells"]] == [(0, None), (3, None)]
+    assert record["top_p"] == 1
     for cell in record["cells"]:
         assert cell["usable"] and cell["verified"] == cell["k"]
         assert cell["spread"][0] <= cell["milliseconds"] <= cell["spread"][1]
@@ -120,6 +121,17 @@ def test_the_command_times_cells_and_writes_a_record(tmp_path, capsys):
     assert "ms/step" in capsys.readouterr().out
 
 
+def test_steps_that_choose_their_depth_stop_where_they_are_told(config):
+    request = real_step.Request(
+        config, backends=("xla",), draft_lengths=(3,), contexts=(200,), temperatures=(0.0, 1.0), top_p=0.9,
+        depths=(0, 2, 3), steps=1, repeats=1, profile=False,
+    )  # fmt: skip
+    record = real_step.run(request)
+    assert [cell["verified"] for cell in record["cells"]] == [0, 2, 3] * 2
+    assert all(cell["usable"] for cell in record["cells"])
+    assert record["top_p"] == 0.9 and "k=3 depth=2 T=1" in real_step.describe(record["cells"][4])
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -128,6 +140,9 @@ def test_the_command_times_cells_and_writes_a_record(tmp_path, capsys):
         {"contexts": (1 << 30,)},
         {"resident": 1},
         {"contexts": ()},
+        {"draft_lengths": (5, 2), "depths": (3,)},
+        {"depths": ()},
+        {"top_p": 1.5},
     ],
 )
 def test_wrong_requests_are_refused(config, wrong):

@@ -1,20 +1,16 @@
 """The adviser's arithmetic on made-up tallies: rates, break-even times, the best k, and when speculation loses."""
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from v4flash.engine.advice import (
     AUTO,
     Tally,
     advice,
-    drafting_in_vain,
     expected_tokens,
     step_milliseconds,
     total,
 )
 from v4flash.errors import UsageError
-from v4flash.speculative.depth import choose_depth, worth_drafting
 
 SURVIVAL = (0.8, 0.6, 0.3)
 STEPS = 100
@@ -102,10 +98,3 @@ def test_too_few_steps_to_time_are_refused():
 
 def test_expected_tokens():
     assert [expected_tokens(SURVIVAL, k) for k in range(4)] == pytest.approx([1.0, 1.8, 2.4, 2.7])
-
-
-def test_drafting_in_vain_drafts_and_verifies_nothing():
-    policy, certain, wanted = drafting_in_vain(), jnp.full((5,), 0.999), jnp.int32(5)
-    assert bool(jax.jit(worth_drafting)(certain, policy, wanted))
-    for undrawn in (True, False):
-        assert int(jax.jit(choose_depth)(certain, certain, policy, wanted, jnp.asarray(undrawn))) == 0

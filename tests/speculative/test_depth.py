@@ -108,6 +108,15 @@ def test_costs_that_rows_cannot_pay_for_verify_nothing():
     assert choose((0.6,) * K, costs=steep) == choose((0.6,) * K, costs=steep, free=True) == 0
 
 
+@pytest.mark.parametrize("depth", range(K + 1))
+def test_a_stop_can_be_asked_for(depth):
+    made = DepthPolicy.stopping_at(depth)
+    for confidence, free in itertools.product((1e-4, 0.5, 0.9999), (False, True)):
+        chance, ahead = calibrated(jnp.full((K,), confidence), made), made.acceptance[:K]
+        assert bool(worth_drafting(ahead, made, jnp.int32(K)))
+        assert int(compiled_choice(chance, ahead, made, jnp.int32(K), jnp.asarray(free))) == depth
+
+
 def test_margin_keeps_what_was_wanted():
     chance = (0.9, 0.9, 0.9, 0.9, 0.1)
     costs = (1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1.1)

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,7 @@ from v4flash.model.fused.model import FusedModel
 from v4flash.profile import profile_table
 from v4flash.profile.deviceless import BACKENDS, REAL_NUMERICS, abstract_weights, tree_bytes
 from v4flash.profile.floor import CORRELATED, MEASURED, Routing, floor, modelled_routing
+from v4flash.speculative.depth import DepthPolicy
 from v4flash.speculative.filters import SamplingParams
 from v4flash.speculative.step import draft_limit, speculative_step
 from v4flash.speculative.stream import Control, Stream
@@ -56,6 +57,9 @@ class Request:
       peer: one program for two devices that have half of these experts each, timed also without the sum over both.
       rows: of the verifying pass.
       temperatures: of target and drafts, each with each context and draft length; 0 is greedy.
+      top_p: of target and drafts, where they are drawn; 1 is off.
+      depths: verified drafts where steps choose their depth, each with each draft length that is as long; None times
+        steps that verify all.
       steps, repeats: a loop dispatches `steps` steps, `repeats` times.
       profile: whether to take a profile of every cell.
     """
@@ -68,6 +72,8 @@ class Request:
     peer: bool = False
     rows: int = 8
     temperatures: Sequence[float] = (0.0,)
+    top_p: float = 1.0
+    depths: Sequence[int] | None = None
     steps: int = 20
     repeats: int = 5
     profile: bool = True
@@ -83,6 +89,11 @@ class Request:
             raise UsageError("nothing to time: give at least one draft length and one context")
         if max(self.draft_lengths) > limit:
             raise UsageError(f"k is {max(self.draft_lengths)}, this program takes 0 to {limit}")
+        if self.depths is not None and (not self.depths or max(self.depths) > min(self.draft_lengths)):
+            raise UsageError(
+                f"depths are {list(self.depths)}, k = {min(self.draft_lengths)} has 0 to as many"
+            )
+        SamplingParams.make(top_p=self.top_p)
         if max(self.contexts) + SLACK > self.config.max_position_embeddings:
             raise UsageError(
                 f"context is {max(self.contexts)}, the model ends at {self.config.max_position_embeddings}"
@@ -114,6 +125,7 @@ def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dic
         "memory_rows": list(config.engram.num_embeddings) if config.engram else [],
         "dtype": REAL_NUMERICS.dtype.__name__,
         "mode": "qat",
+        "top_p": request.top_p,
         "steps": request.steps,
         "repeats": request.repeats,
         "copy_bandwidth": round(statistics.median(bandwidths)),
@@ -170,22 +182,25 @@ def _backend_cells(
     size = tree_bytes(params) / 1e9
     say(f"{backend}: {size:.1f} GB of weights in {time.perf_counter() - started:.0f} s")
     stream, cells = program.stream(), []
-    for context, temperature, k in itertools.product(
-        request.contexts, request.temperatures, request.draft_lengths
+    for setting in itertools.starmap(
+        Setting,
+        itertools.product(
+            request.contexts, request.temperatures, request.draft_lengths, request.depths or (None,)
+        ),
     ):
-        cell, stream = _cell(request, program, params, stream, context, temperature, k)
+        cell, stream = _cell(request, program, params, stream, setting)
         cell = {"backend": backend, "weights_gigabytes": round(size, 1)} | cell
         distinct = cell.pop("distinct")
         cell |= beside_floor(config, cell, bandwidth)
         if request.peer:
             alone = dataclasses.replace(request, profile=False)
-            other, stream = _cell(alone, program.without_sum, params, stream, context, temperature, k)
+            other, stream = _cell(alone, program.without_sum, params, stream, setting)
             exposed = (cell["milliseconds"] - other["milliseconds"]) / config.num_hidden_layers
             cell["without_sum_milliseconds"] = other["milliseconds"]
             cell["exposed_microseconds_per_layer"] = round(1e3 * exposed, 2)
         elif backend == "fused" and cell.get("profile"):
-            drafted = modelled_routing(config, k, CORRELATED).draft
-            read = stream_bytes(program.params, distinct, drafted, k > 0)
+            drafted = modelled_routing(config, setting.k, CORRELATED).draft
+            read = stream_bytes(program.params, distinct, drafted, setting.k > 0)
             cell["streams"] = rates(cell["profile"], read, bandwidth)
         cells.append(cell)
         say(describe(cells[-1]))
@@ -283,11 +298,19 @@ def step_with_routes(build: Callable, rows: int) -> Callable:
     return step
 
 
-def control_of(config: ModelConfig, k: int, rows: int, temperature: float = 0.0) -> Control:
-    """Decoding with k drafts, none of which is dropped beforehand."""
+def control_of(
+    config: ModelConfig,
+    k: int,
+    rows: int,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    depth: int | None = None,
+) -> Control:
+    """Decoding with k drafts, of which a chosen `depth` is verified; None: all, without choosing."""
     block = max(k, min(config.draft.block_size, draft_limit(rows))) if config.draft else 0
-    sampling = SamplingParams.make(temperature=temperature)
-    return make_control(k, block, sampling, jnp.zeros((2,), jnp.uint32), ())
+    sampling = SamplingParams.make(temperature=temperature, top_p=top_p)
+    policy = None if depth is None else DepthPolicy.stopping_at(depth)
+    return make_control(k, block, sampling, jnp.zeros((2,), jnp.uint32), (), depth=policy)
 
 
 def empty_stream(config: ModelConfig, shapes: Shapes) -> Stream:
@@ -323,11 +346,20 @@ def at_context(stream: Stream, context: int, config: ModelConfig) -> Stream:
     )
 
 
-def _cell(
-    request: Request, program: StepProgram, params, stream: Stream, context: int, temperature: float, k: int
-):
-    """Times one draft length behind one context: the figures, and the stream to go on with."""
-    control = program.place(control_of(request.config, k, request.rows, temperature))
+class Setting(NamedTuple):
+    """What one cell times: committed positions, temperature, drafts, and the depth that steps choose (None: all)."""
+
+    context: int
+    temperature: float
+    k: int
+    depth: int | None
+
+
+def _cell(request: Request, program: StepProgram, params, stream: Stream, setting: Setting):
+    """Times one setting: the figures, and the stream to go on with."""
+    context, temperature, k, depth = setting
+    control = control_of(request.config, k, request.rows, temperature, request.top_p, depth)
+    control = program.place(control)
     stream = program.place(at_context(stream, context, request.config))
 
     def loop(stream: Stream, steps: int):
@@ -336,7 +368,7 @@ def _cell(
         return stream, result, routes
 
     stream, result, routes = loop(stream, WARM_STEPS)
-    distinct = _distinct(routes, k + 1)
+    distinct = _distinct(routes, 1 + (k if depth is None else depth))
     taken, queued, emitted = [], [], 0
     for _ in range(request.repeats):
         started = time.perf_counter()
@@ -349,6 +381,7 @@ def _cell(
         "context": context,
         "temperature": temperature,
         "k": k,
+        "depth": depth,
         "milliseconds": round(1e3 * statistics.median(taken), 3),
         "spread": [round(1e3 * min(taken), 3), round(1e3 * max(taken), 3)],
         "queued_milliseconds": round(1e3 * statistics.median(queued), 3),
@@ -424,8 +457,9 @@ def describe(cell: dict[str, Any]) -> str:
     exposed = cell.get("exposed_microseconds_per_layer")
     if exposed is not None:
         launches += f", {exposed:.1f} us a layer for the sum over devices"
+    depth = "" if cell["depth"] is None else f" depth={cell['depth']}"
     return (
-        f"{cell['backend']} k={cell['k']} T={cell['temperature']:g} at {cell['context']:,}: "
+        f"{cell['backend']} k={cell['k']}{depth} T={cell['temperature']:g} at {cell['context']:,}: "
         f"{cell['milliseconds']:.2f} ms, floor {cell['floor_milliseconds']:.2f} ms (x{cell['over_floor']:.2f}), "
         f"{cell['experts_per_layer']['mean']:.1f} experts a layer{launches}"
         f"{'' if cell['usable'] else '; LOGITS NOT FINITE'}"

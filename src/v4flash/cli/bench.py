@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from v4flash.cli import device
-from v4flash.cli.options import add, add_configuration, add_device, one_of, whole
+from v4flash.cli.options import add, add_configuration, add_device, number, one_of, whole
 from v4flash.cli.terminal import Messages
 from v4flash.errors import UsageError
 
@@ -86,6 +86,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of target and drafts; 0 is greedy",
         default="0",
         type=temperatures,
+        **listed,
+    )
+    add(
+        parser, "--top-p", help="of target and drafts, where they are drawn", default=1.0, type=number,
+        env=False, metavar="P",
+    )  # fmt: skip
+    add(
+        parser,
+        "--depth",
+        help="verified drafts of steps that choose them; they stop there whatever the confidence (default: all k, "
+        "without choosing)",
+        type=numbers,
         **listed,
     )
     add(
@@ -184,6 +196,8 @@ def _resident(options: argparse.Namespace) -> tuple[Timed, Shown]:
         peer=options.experts == "peer",
         rows=options.rows,
         temperatures=options.temperature,
+        top_p=options.top_p,
+        depths=options.depth,
         steps=options.steps,
         repeats=options.repeats,
         profile=not options.no_profile,
@@ -283,17 +297,19 @@ def as_text(record: dict[str, Any]) -> str:
     lines = [
         f"{record['config']} on {record['device']['kind']}: {record['layers']} layers, {record['rows']} rows, "
         f"{record['experts_resident']} of {record['experts']} experts resident, {record['dtype']}, {record['mode']}, "
-        f"random weights (unverified), copy bandwidth {record['copy_bandwidth'] / 1e12:.2f} TB/s",
+        f"random weights (unverified), top-p {record['top_p']:g}, copy bandwidth "
+        f"{record['copy_bandwidth'] / 1e12:.2f} TB/s",
         "",
-        f"{'backend':<8} {'k':>2} {'T':>4} {'context':>8} {'ms/step':>8} {'floor':>6} {'ratio':>6} {'experts':>8} "
-        f"{'kernels':>8} {'idle':>6}",
+        f"{'backend':<8} {'k':>2} {'depth':>5} {'T':>4} {'context':>8} {'ms/step':>8} {'floor':>6} "
+        f"{'ratio':>6} {'experts':>8} {'kernels':>8} {'idle':>6}",
     ]
     for cell in record["cells"]:
         profile = cell.get("profile") or {}
         kernels = f"{profile['kernels_per_step']:,.0f}" if profile else "-"
         idle = f"{100 * cell['idle']:.1f} %" if profile else "-"
         lines.append(
-            f"{cell['backend']:<8} {cell['k']:>2} {cell['temperature']:>4g} {cell['context']:>8,} "
+            f"{cell['backend']:<8} {cell['k']:>2} {'all' if cell['depth'] is None else cell['depth']:>5} "
+            f"{cell['temperature']:>4g} {cell['context']:>8,} "
             f"{cell['milliseconds']:>8.2f} "
             f"{cell['floor_milliseconds']:>6.2f} {cell['over_floor']:>6.2f} {cell['experts_per_layer']['mean']:>8.1f} "
             f"{kernels:>8} {idle:>6}"
@@ -327,7 +343,10 @@ def _kernel_lines(cell: dict[str, Any]) -> list[str]:
 
 def title(cell: dict[str, Any]) -> str:
     """Which cell it is."""
-    return f"{cell['backend']}, k = {cell['k']}, T = {cell['temperature']:g}, context {cell['context']:,}"
+    depth = "" if cell["depth"] is None else f" stopped at {cell['depth']}"
+    return (
+        f"{cell['backend']}, k = {cell['k']}{depth}, T = {cell['temperature']:g}, context {cell['context']:,}"
+    )
 
 
 def _commit() -> str | None:

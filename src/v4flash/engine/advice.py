@@ -7,6 +7,11 @@ second. Does not know: prompt files, printing, or where the result is kept.
     predicted rate(k)  = tokens per step(k) / time of a step with k + 1 live rows
 
 All draft lengths decode every prompt in turn, so that a machine that slows down slows all of them.
+
+A step with a fixed k drafts k tokens and verifies k + 1 rows. One that chooses its depth in order and stops at k does
+the same: it draws no draft that it does not verify, and makes its choice in the same program. So the fixed lengths
+give the costs of both. Where depths are compared freely (greedy text or drafts) the whole block is drafted, which
+these costs leave out; a greedy draft costs little beside a verified row.
 """
 
 import dataclasses
@@ -123,16 +128,11 @@ def judged(records: Sequence[StepRecord]) -> list[list[tuple[float, bool]]]:
     return pairs
 
 
-def drafting_in_vain() -> DepthPolicy:
-    """The policy of steps that always draft and never verify: made-up costs that make anything else too dear."""
-    return DepthPolicy.make(adaptive=True, costs=(1e6, 1.0, 1e6), margin=0.0)
-
-
-def unverified_step_seconds(model: LanguageModel, prompt: Prompt) -> float:
-    """Time of a step that drafts the trained block and then verifies none of it, as an average of several."""
+def unverified_step_seconds(model: LanguageModel, prompt: Prompt, sampling: Mapping[str, Any]) -> float:
+    """Time of a step that runs the drafter and then verifies nothing, as an average of several."""
     block = min(model.config.draft.block_size, model.draft_limit)
-    greedy = SamplingParams.make(temperature=0.0)
-    control = make_control(block, block, greedy, seed_key(0), (), depth=drafting_in_vain())
+    chosen = SamplingParams.make(**sampling)
+    control = make_control(block, block, chosen, seed_key(0), (), depth=DepthPolicy.stopping_at(0))
     session = model.session()
     session.tokens.extend(prompt.ids)
     drawn, _ = session.prefill(control)
@@ -182,7 +182,10 @@ def measure(
         say(f"prompt {index + 1} of {len(numbered)}, temperature {other['temperature']:g}")
         elsewhere.add(decode(model, prompt, block, tokens, other, seed))
     tallies = {sampling["temperature"]: total(found[block]), other["temperature"]: elsewhere}
-    costs = [step_milliseconds(total(found[0])), 1000 * unverified_step_seconds(model, numbered[0][2])]
+    costs = [
+        step_milliseconds(total(found[0])),
+        1000 * unverified_step_seconds(model, numbered[0][2], sampling),
+    ]
     costs += [step_milliseconds(total(found[k])) for k in draft_lengths[1:]]
     model.speculation = learnt(model, tallies, costs)
     for index, (name, seed, prompt) in enumerate(numbered):

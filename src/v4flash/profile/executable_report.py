@@ -148,10 +148,10 @@ def report(compiled: Compiled, state_bytes: int) -> Report:
         instruction = module.find(name)
         return instruction.trips if instruction else None
 
-    def drafts(name: str) -> bool:
-        """Whether a conditional decides about drafting: that one is not among the short branches."""
+    def short(name: str) -> int:
+        """The place of a conditional's shortest branch, or the next one where the shortest is not to draft."""
         instruction = module.find(name)
-        return instruction is not None and scope_of(instruction.op_name) == _DRAFTING
+        return int(instruction is not None and scope_of(instruction.op_name) == _DRAFTING)
 
     launches = list(thunk_text.walk(thunks, trips))
     scopes = _scopes(module, launches)
@@ -177,7 +177,7 @@ def report(compiled: Compiled, state_bytes: int) -> Report:
     return Report(
         kernels=sum(thunk.role == "kernel" for thunk in thunk_text.every(thunks)),
         kernels_per_step=by_role["kernel"],
-        kernels_at_least=thunk_text.kernels(list(thunk_text.walk(thunks, trips, drafts))),
+        kernels_at_least=thunk_text.kernels(list(thunk_text.walk(thunks, trips, short))),
         copies_per_step=by_role["copy"],
         memsets_per_step=by_role["memset"],
         collectives_per_step=by_role["collective"],

@@ -105,15 +105,15 @@ def _close(enclosing: list[tuple[int, Thunk]], indent: int) -> None:
 def walk(
     thunks: Sequence[Thunk],
     trips: Callable[[str], int | None],
-    longest: Callable[[str], bool] = lambda name: True,
+    place: Callable[[str], int] = lambda name: -1,
     *,
     times: int = 1,
     inside: tuple[str, ...] = (),
 ) -> Iterator[Launch]:
     """The launches of one step in order.
 
-    A loop's launches carry its number of trips (1 where that is unknown); of a conditional's branches the one with
-    the most kernels runs, or the one with the fewest where `longest` of its name is False.
+    A loop's launches carry its number of trips (1 where that is unknown); of a conditional's branches the one runs that
+    stands at `place` of its name when the fewest kernels come first: the last and longest, if nothing else is said.
     """
     for thunk in thunks:
         if thunk.role != "frame":
@@ -122,11 +122,11 @@ def walk(
             continue
         within = (*inside, thunk.name) if thunk.kind in (WHILE, CONDITIONAL) else inside
         runs = [
-            list(walk(part, trips, longest, times=times * repeats, inside=within))
+            list(walk(part, trips, place, times=times * repeats, inside=within))
             for part, repeats in _repeated(thunk, trips)
         ]
         if thunk.kind == CONDITIONAL:
-            yield from (max if longest(thunk.name) else min)(runs, key=kernels, default=[])
+            yield from sorted(runs, key=kernels)[place(thunk.name)] if runs else []
         else:
             yield from itertools.chain(*runs)
 

@@ -40,6 +40,8 @@ USUAL_ACCEPTANCE = 0.7
 # One observation moves the running average by this much; without one it goes back to where it began.
 _LEARNING, _FORGETTING = 1 / 16, 1 / 64
 _LEAST_DOUBT = 1e-6
+# Of `stopping_at`: a cost beside costs of 1, and the log-odds of a draft that is nearly certain.
+_TOO_DEAR, _SURE = 1e6, 5.0
 
 
 @jax.tree_util.register_dataclass
@@ -100,6 +102,12 @@ class DepthPolicy:
             costs=filled(costs, MAX_DRAFT + 2),
             margin=jnp.asarray(margin, jnp.float32),
         )
+
+    @classmethod
+    def stopping_at(cls, depth: int) -> "DepthPolicy":
+        """Drafts always and verifies `depth` drafts, whatever their confidence: made-up costs make more too dear."""
+        costs = (_TOO_DEAR, *[1.0] * (depth + 1), _TOO_DEAR)
+        return cls.make(adaptive=True, slope=(0.0,), bias=(_SURE,), costs=costs, margin=0.0)
 
 
 def calibrated(confidence: jax.Array, policy: DepthPolicy) -> jax.Array:

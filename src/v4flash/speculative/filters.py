@@ -151,19 +151,20 @@ def _ranked_once(logits, params):
     """Either top-k or top-p: one search, whose numbers say which."""
     logits = _wide(logits)
     weights, by_count = _weights(logits, params.temperature), _top_k_on(params, logits.shape[-1])
-    target = jnp.where(by_count, params.top_k.astype(weights.dtype), _top_p_target(weights, params.top_p))
-    kept = _shortest_prefix(_order_code(logits), jnp.where(by_count, 1, weights), target, unroll=True)
-    return _normalise(_min_p(jnp.where(kept, weights, 0), params.min_p))
+    return _normalise(
+        _min_p(_narrowed(_order_code(logits), weights, params, by_count, unroll=True), params.min_p)
+    )
 
 
 def _ranked_twice(logits, params):
-    """Top-k, then top-p; rare enough for loops instead of their turns, which every step would carry along."""
+    """Top-k, then top-p; rare enough for a loop instead of its turns, which a step would carry along unused."""
     logits = _wide(logits)
     order, weights = _order_code(logits), _weights(logits, params.temperature)
-    best = _shortest_prefix(order, jnp.ones_like(weights), params.top_k.astype(weights.dtype))
-    weights = jnp.where(best, weights, 0)
-    kept = _shortest_prefix(order, weights, _top_p_target(weights, params.top_p))
-    return _normalise(_min_p(jnp.where(kept, weights, 0), params.min_p))
+
+    def filtered(number, weights):
+        return _narrowed(order, weights, params, number == 0, unroll=False)
+
+    return _normalise(_min_p(jax.lax.fori_loop(0, 2, filtered, weights), params.min_p))
 
 
 # Bodies of `target_law`, each for one kind of options.
@@ -194,9 +195,13 @@ def _min_p(weights, min_p):
     return jnp.where(weights < min_p, 0, weights)
 
 
-def _top_p_target(weights, top_p):
+def _narrowed(order, weights, params, by_count, *, unroll):
+    """The weights [..., V] that top-k, where `by_count` (bool []), or top-p leaves, zero elsewhere."""
     # The first token alone weighs 1; a target above 0 keeps the prefix from being empty when top_p is 0.
-    return jnp.maximum(top_p * jnp.sum(weights, axis=-1), jnp.finfo(weights.dtype).tiny)
+    mass = jnp.maximum(params.top_p * jnp.sum(weights, axis=-1), jnp.finfo(weights.dtype).tiny)
+    target = jnp.where(by_count, params.top_k.astype(weights.dtype), mass)
+    kept = _shortest_prefix(order, jnp.where(by_count, 1, weights), target, unroll=unroll)
+    return jnp.where(kept, weights, 0)
 
 
 def _order_code(logits):
@@ -207,7 +212,7 @@ def _order_code(logits):
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _shortest_prefix(order, weights, target, *, unroll=False):
+def _shortest_prefix(order, weights, target, *, unroll):
     """Mask of the shortest ranked prefix that carries at least `target` weight.
 
     Sorting a whole vocabulary costs more than a hundred milliseconds on a small CPU. Instead the logit at
