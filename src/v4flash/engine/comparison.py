@@ -202,7 +202,8 @@ def compare(
 
     Args:
       prompts: by class.
-      costs: milliseconds of a step by live rows, place 0 without drafting (`StepCosts.milliseconds`).
+      costs: milliseconds of a step by live rows, place 0 without drafting (`StepCosts.milliseconds`). A step of r live
+        rows drafts r - 1, whether its depth is fixed or chosen in order.
       sampling: temperature and filters by the names of `SamplingParams.make`.
       tokens: of each text at most; longest: the largest draft length.
 
