@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from v4flash.errors import UsageError
+from v4flash.speculative import filters
 from v4flash.speculative.filters import SamplingParams, greedy_token, has_usable_logits, target_law
 
 compiled_law = jax.jit(target_law)
@@ -96,6 +97,35 @@ def test_changing_options_does_not_retrace_and_filters_stay_behind_branches():
     program = traced.lower(logits, SamplingParams.make()).compile().as_text()
     assert program.count(" conditional(") >= 3
     assert " sort(" not in program
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["float32", "float64"])
+def test_passes_of_several_bits_find_the_same_cut(wide):
+    """What a GPU does, in a loop or not, against a bit a pass; sums of these weights are exact."""
+    random = np.random.default_rng(8)
+    with jax.enable_x64(wide):
+        word, number = (jnp.uint64, jnp.float64) if wide else (jnp.uint32, jnp.float32)
+        for bits, seats in ((jnp.iinfo(word).bits, 2**31), (17, 2**17), (6, 50), (3, 8)):
+            rank = jnp.asarray(random.integers(0, seats, (40, 60)), word)
+            rank = rank.at[20:].set(rank[20:] // (seats // 7 + 1) * (seats // 8))  # many alike
+            weights = jnp.asarray(random.integers(0, 9, rank.shape) / 16, number)
+            share = jnp.asarray([1e-9, 0.1, 0.5, 0.95, 1.0, 1.1, np.nan, 0.7] * 5, number)
+            target = share * weights.sum(axis=1)
+            for rows in (slice(None), 3):  # the rows of a pass, and one row alone
+                bit_by_bit = filters._search(
+                    rank[rows], weights[rows], target[rows], bits=bits, width=1, unroll=False
+                )
+                assert len(np.unique(bit_by_bit)) > 1 or rows == 3
+                for unroll in (False, True):
+                    found = filters._search(
+                        rank[rows],
+                        weights[rows],
+                        target[rows],
+                        bits=bits,
+                        width=filters._GPU_BITS,
+                        unroll=unroll,
+                    )
+                    np.testing.assert_array_equal(found, bit_by_bit)
 
 
 def test_temperature_zero_is_the_lowest_of_equal_tokens():
