@@ -9,9 +9,6 @@ depend on its own keys and position only, never on its neighbours.
 
     key tiles of a row     | near | near | near | near | far | far | ... |
     parts                  |---- 0 ----|---- 1 ----|---- ...        (equal numbers of tiles)
-
-Keys are few bytes and their way is long. All programs, those without a part too, ask for weights of the launch behind
-this one meanwhile.
 """
 
 import jax
