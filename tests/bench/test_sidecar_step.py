@@ -8,7 +8,7 @@ import pytest
 from several_devices import QUICK, apart
 from tiny_step import tiny_json
 
-from v4flash.bench import cold_alone, sidecar_step
+from v4flash.bench import cold_alone, random_weights, sidecar_step
 from v4flash.cli import main
 from v4flash.config import ModelConfig
 from v4flash.errors import UsageError
@@ -19,20 +19,20 @@ from v4flash.profile import budget
 @pytest.mark.parametrize("name", ["v4-flash-0731", "v4.1-flash"])
 def test_a_model_is_cut_behind_its_first_layers(name):
     config = ModelConfig.from_file(budget.configuration(name))
-    cut = sidecar_step.first_layers(config, 4).validate()
+    cut = random_weights.first_layers(config, 4).validate()
     assert cut.layers == config.layers[:4] and cut.draft.target_layer_ids == (1, 2, 3)
     assert {layer.ratio for layer in cut.layers} <= {layer.ratio for layer in config.layers}
     if config.engram:
         assert cut.engram.layer_ids == (1,) and cut.engram.num_embeddings == config.engram.num_embeddings[:1]
     for count in (2, config.num_hidden_layers + 1):
         with pytest.raises(UsageError, match="expected 3 to"):
-            sidecar_step.first_layers(config, count)
+            random_weights.first_layers(config, count)
 
 
 def test_the_first_four_layers_of_v4_flash_have_every_kind_of_attention():
     config = ModelConfig.from_file(budget.configuration("v4-flash-0731"))
     kinds = {layer.ratio for layer in config.layers}
-    assert {layer.ratio for layer in sidecar_step.first_layers(config, 4).layers} == kinds
+    assert {layer.ratio for layer in random_weights.first_layers(config, 4).layers} == kinds
 
 
 @pytest.mark.parametrize("count", cold_alone.CHOSEN)

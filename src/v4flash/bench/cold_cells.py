@@ -217,12 +217,8 @@ def link_bandwidth() -> float:
     """Bytes/s of a copy from pinned host memory to the device, the median of a few."""
     size = _LINK_BYTES if jax.default_backend() != "cpu" else 1 << 20
     on_host = jax.device_put(jnp.zeros((size // 4,), jnp.int32), host_memory())
-    taken = []
-    for _ in range(_LINK_COPIES):
-        started = time.perf_counter()
-        jax.block_until_ready(jax.device_put(on_host, jax.sharding.SingleDeviceSharding(jax.devices()[0])))
-        taken.append(time.perf_counter() - started)
-    return size / statistics.median(taken)
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    return size / real_step.median_seconds(lambda: jax.device_put(on_host, device), _LINK_COPIES)
 
 
 def same_bits(first: list[np.ndarray], second: list[np.ndarray]) -> bool:

@@ -55,6 +55,10 @@ class ColdRoutes:
         """As many steps, of which only the first few are different: what a text that repeats itself asks for."""
         return dataclasses.replace(self, ids=np.resize(self.ids[:steps], self.ids.shape))
 
+    def slots(self, places: np.ndarray) -> np.ndarray:
+        """int32 [steps, L, rows, K]: the slots of the experts, by places [L, E, 2] (tier, slot)."""
+        return places[np.arange(self.cold.shape[0])[:, None, None], self.ids, 1]
+
     def _is_cold(self) -> np.ndarray:
         layer = np.arange(self.cold.shape[0])[:, None, None]
         return self.cold[layer, self.ids]

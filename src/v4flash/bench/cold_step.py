@@ -246,10 +246,7 @@ class _Bench:
 
     def _lists(self, routes: ColdRoutes, slots: bool = False) -> jax.Array:
         """The words of as many steps as a program takes; of `slots` of hot experts instead of ids."""
-        ids = routes.ids
-        if slots:
-            layer = np.arange(ids.shape[1])[:, None, None]
-            ids = self.places[layer, ids, 1]
+        ids = routes.slots(self.places) if slots else routes.ids
         entries = ROWS * ids.shape[-1]
         words = [np.asarray(list_words(jnp.asarray(step, jnp.int32), entries)) for step in ids]
         return jnp.asarray(np.resize(np.stack(words), (self.request.needed_steps, *words[0].shape)))

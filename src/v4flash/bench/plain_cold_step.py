@@ -74,13 +74,7 @@ class _Bench:
         graphdef, self.weights = tiered(self._random(routed), config, _NUMERICS, routed, table)
         few = functools.partial(hot_only, count=request.hot)
         plain, _ = abstract_model(config, _NUMERICS, few)
-        self.resident = nnx.from_flat_state(
-            [
-                (published_path(path), variable)
-                for path, variable in nnx.to_flat_state(self.weights.kept)
-                if COLD_STACK not in path and TABLE not in path
-            ]
-        )
+        self.resident = hot_state(self.weights.kept)
         jax.block_until_ready((self.weights.kept, self.weights.changed))
         cold = [
             variable.get_value()
@@ -100,11 +94,8 @@ class _Bench:
         config, memory, made = self.config, host_memory(), []
         rows = self.request.draft_length + 1
         experts = random_weights.popular_experts(config, config.n_routed_experts, rows)
-        for number, (path, variable) in enumerate(abstract_model(config, _NUMERICS, routed)[1]):
-            if published_path(path) is None:
-                continue
-            one = random_weights.fill(nnx.from_flat_state([(path, variable)]), config, experts, seed=number)
-            ((_, filled),) = nnx.to_flat_state(one)
+        variables = abstract_model(config, _NUMERICS, routed)[1]
+        for path, filled in random_weights.one_by_one(variables, config, experts, published_path):
             if COLD_STACK in path:
                 filled = filled.replace(jax.block_until_ready(jax.device_put(filled.get_value(), memory)))
             made.append((path, filled))
@@ -114,7 +105,9 @@ class _Bench:
         started, config = time.perf_counter(), self.config
         stream = real_step.empty_stream(config, self.shapes)
         control = real_step.control_of(config, self.request.draft_length, ROWS)
-        routes = jnp.zeros((self.request.needed_steps, *self._ids(self.places[:, :1, :1]).shape), jnp.int32)
+        routes = jnp.zeros(
+            (self.request.needed_steps, config.num_hidden_layers, ROWS, config.num_experts_per_tok), jnp.int32
+        )
         position = jnp.int32(0)
 
         def fetching(kept, changed, stream, control, routes, position):
@@ -199,19 +192,25 @@ class _Bench:
 
     def _routes(self, routes: ColdRoutes, slots: bool) -> jax.Array:
         """Ids for as many steps as a program takes; of `slots` of hot experts instead of ids."""
-        ids = routes.ids
-        if slots:
-            ids = self.places[np.arange(ids.shape[1])[:, None, None], ids, 1]
-        return jnp.asarray(
-            np.resize(self._ids(ids), (self.request.needed_steps, *self._ids(ids[0]).shape)), jnp.int32
-        )
+        return planned(routes.slots(self.places) if slots else routes.ids, self.request.needed_steps)
 
-    def _ids(self, ids: np.ndarray) -> np.ndarray:
-        """Ids [..., L, rows, K] with rows added that are dead."""
-        wanted = (*ids.shape[:-2], ROWS, self.config.num_experts_per_tok)
-        padded = np.zeros(wanted, np.int32)
-        padded[..., : ids.shape[-2], : ids.shape[-1]] = ids
-        return padded
+
+def planned(ids: np.ndarray, steps: int) -> jax.Array:
+    """Ids [n, L, rows, K] of consecutive steps as int32 [steps, L, ROWS, K]: again and again, dead rows added."""
+    padded = np.zeros((*ids.shape[:2], ROWS, ids.shape[-1]), np.int32)
+    padded[:, :, : ids.shape[2]] = ids
+    return jnp.asarray(np.resize(padded, (steps, *padded.shape[1:])))
+
+
+def hot_state(params: nnx.State) -> nnx.State:
+    """What a model that knows hot experts alone takes of one with cold ones: no table, and no stack of those."""
+    return nnx.from_flat_state(
+        [
+            (published_path(path), variable)
+            for path, variable in nnx.to_flat_state(params)
+            if COLD_STACK not in path and TABLE not in path
+        ]
+    )
 
 
 def hot_only(config: ModelConfig, numerics, count_of_all: int, *, count: int) -> Experts:

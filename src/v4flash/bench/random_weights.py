@@ -9,8 +9,10 @@ bias of the router's choice, as real checkpoints have one, so the choice itself 
 
 import dataclasses
 import functools
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,7 +22,9 @@ from pallas_kernels import bench_case
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.tiers import TieredExperts
 from pallas_kernels.tiles import PackedMatrix
+from v4flash.checkpoint.names import ModulePath
 from v4flash.config import ModelConfig
+from v4flash.errors import UsageError
 from v4flash.model.engram import table_primes
 from v4flash.model.fused import two_memories
 from v4flash.model.fused.arena import Arena
@@ -100,6 +104,29 @@ def with_small_memory(config: ModelConfig) -> ModelConfig:
     return dataclasses.replace(config, engram=dataclasses.replace(engram, num_embeddings=rows))
 
 
+def first_layers(config: ModelConfig, count: int) -> ModelConfig:
+    """The model cut behind its first `count` layers; a drafter reads the last of them.
+
+    Raises UsageError where it has not as many, or fewer than the drafter reads.
+    """
+    tapped = len(config.draft.target_layer_ids) if config.draft else 1
+    if not tapped <= count <= config.num_hidden_layers:
+        raise UsageError(f"{count} layers, expected {tapped} to {config.num_hidden_layers}")
+    draft, engram = config.draft, config.engram
+    if draft is not None:
+        draft = dataclasses.replace(draft, target_layer_ids=tuple(range(count - tapped, count)))
+    if engram is not None:
+        kept = [number for number, layer in enumerate(engram.layer_ids) if layer < count]
+        engram = dataclasses.replace(
+            engram,
+            layer_ids=tuple(engram.layer_ids[number] for number in kept),
+            num_embeddings=tuple(engram.num_embeddings[number] for number in kept),
+        )
+    return dataclasses.replace(
+        config, num_hidden_layers=count, layers=config.layers[:count], draft=draft, engram=engram
+    )
+
+
 def fill(params: Any, config: ModelConfig, experts: Experts, mesh: Mesh | None = None, seed: int = 0) -> Any:
     """Arrays on the default device for abstract weights, packed (PackedModel) or as published (nnx.State).
 
@@ -112,6 +139,19 @@ def fill(params: Any, config: ModelConfig, experts: Experts, mesh: Mesh | None =
     return jax.tree_util.tree_map_with_path(
         lambda path, leaf: _published(_names(path), leaf, config, experts, next(numbers)), params
     )
+
+
+def one_by_one(
+    variables: Iterable[tuple[ModulePath, nnx.Variable]],
+    config: ModelConfig,
+    experts: Experts,
+    wanted: Callable[[ModulePath], Any] = lambda path: True,
+) -> Iterator[tuple[ModulePath, nnx.Variable]]:
+    """`fill` of the wanted ones among a model's abstract variables, each made when the one before was put away."""
+    for number, (path, variable) in enumerate(variables):
+        if wanted(path):
+            made = fill(nnx.from_flat_state([(path, variable)]), config, experts, seed=number)
+            yield from nnx.to_flat_state(made)
 
 
 def _packed_model(

@@ -158,12 +158,17 @@ def copy_bandwidth() -> float:
 
     copies = jax.jit(chain).lower(source).compile(compiler_options=compiler_options.here())
     copies(source).block_until_ready()
+    return 2 * source.nbytes * _COPIES / median_seconds(lambda: copies(source), 7)
+
+
+def median_seconds(make: Callable[[], Any], calls: int) -> float:
+    """Seconds until what is made is there, the median of so many calls."""
     taken = []
-    for _ in range(7):
+    for _ in range(calls):
         started = time.perf_counter()
-        copies(source).block_until_ready()
+        jax.block_until_ready(make())
         taken.append(time.perf_counter() - started)
-    return 2 * source.nbytes * _COPIES / statistics.median(taken)
+    return statistics.median(taken)
 
 
 def _backend_cells(

@@ -7,10 +7,8 @@ routes are made up (cold_routes), what a cell records (cold_cells), or how a col
 Every piece of every layer is a program of its own, and one layer adds what another adds: a few layers say enough.
 """
 
-import dataclasses
 import functools
 import os
-import statistics
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,9 +28,8 @@ from v4flash.engine import compiler_options
 from v4flash.engine.peer_way import with_tables
 from v4flash.engine.programs import Shapes
 from v4flash.engine.sidecar_way import Sidecar, device_beside
-from v4flash.errors import UsageError
 from v4flash.model.experts import own_contributions
-from v4flash.model.host_experts import HELD_STACK, TABLE, published_path
+from v4flash.model.host_experts import HELD_STACK
 from v4flash.model.paired_experts import SidecarExperts
 from v4flash.placement.table import Placement
 from v4flash.profile.deviceless import REAL_NUMERICS
@@ -47,29 +44,6 @@ _CALLS = 20
 _ALIKE = (
     0.05  # relative difference of rounded sums in another order, and of FP8 roundings that fall otherwise
 )
-
-
-def first_layers(config: ModelConfig, count: int) -> ModelConfig:
-    """The model cut behind its first `count` layers; a drafter reads the last of them.
-
-    Raises UsageError where it has not as many, or fewer than the drafter reads.
-    """
-    tapped = len(config.draft.target_layer_ids) if config.draft else 1
-    if not tapped <= count <= config.num_hidden_layers:
-        raise UsageError(f"{count} layers, expected {tapped} to {config.num_hidden_layers}")
-    draft, engram = config.draft, config.engram
-    if draft is not None:
-        draft = dataclasses.replace(draft, target_layer_ids=tuple(range(count - tapped, count)))
-    if engram is not None:
-        kept = [number for number, layer in enumerate(engram.layer_ids) if layer < count]
-        engram = dataclasses.replace(
-            engram,
-            layer_ids=tuple(engram.layer_ids[number] for number in kept),
-            num_embeddings=tuple(engram.num_embeddings[number] for number in kept),
-        )
-    return dataclasses.replace(
-        config, num_hidden_layers=count, layers=config.layers[:count], draft=draft, engram=engram
-    )
 
 
 def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dict[str, Any]:
@@ -127,13 +101,7 @@ class _Bench:
         graphdef, self.params = with_tables(
             self._random(), config, REAL_NUMERICS, routed, placement, self.side.put
         )
-        self.resident = nnx.from_flat_state(
-            [
-                (published_path(path), variable)
-                for path, variable in nnx.to_flat_state(self.params)
-                if TABLE not in path
-            ]
-        )
+        self.resident = plain_cold_step.hot_state(self.params)
         jax.block_until_ready(self.params)
         on_device = tree_bytes(self.params)
         held = sum(
@@ -155,9 +123,8 @@ class _Bench:
         experts = random_weights.popular_experts(
             config, config.n_routed_experts, self.request.draft_length + 1
         )
-        for number, (path, variable) in enumerate(abstract_model(config, REAL_NUMERICS)[1]):
-            one = random_weights.fill(nnx.from_flat_state([(path, variable)]), config, experts, seed=number)
-            ((_, filled),) = nnx.to_flat_state(one)
+        variables = abstract_model(config, REAL_NUMERICS)[1]
+        for path, filled in random_weights.one_by_one(variables, config, experts):
             placed = self.side.put(path, filled.get_value())
             made += [(own, filled.replace(array)) for own, array in placed.items()]
         return nnx.from_flat_state(made)
@@ -165,7 +132,7 @@ class _Bench:
     def _link(self) -> float:
         """Bytes/s of a large array from the first device to the second."""
         array = jnp.zeros((1 << (26 if self.first.platform != "cpu" else 18),), jnp.int32)
-        return array.nbytes / _median(lambda: jax.device_put(array, self.device))
+        return array.nbytes / _seconds(lambda: jax.device_put(array, self.device))
 
     def _compile(self, graphdef: nnx.GraphDef) -> None:
         started, config = time.perf_counter(), self.config
@@ -209,12 +176,12 @@ class _Bench:
         (x, choices, weights) = (jnp.ones(*kind) for kind in self.kinds)
         answer = self.side.compute(0, jax.device_put((x, choices, weights), self.device))
         found = {
-            "there": _median(lambda: jax.device_put((x, choices, weights), self.device)),
-            "back": _median(lambda: jax.device_put(answer, self.first)),
+            "there": _seconds(lambda: jax.device_put((x, choices, weights), self.device)),
+            "back": _seconds(lambda: jax.device_put(answer, self.first)),
         }
         for count in cold_alone.CHOSEN:
             sent = x, jnp.asarray(self._few_cold(count, choices.shape, live)), weights
-            found[f"exchange, {count} experts"] = _median(
+            found[f"exchange, {count} experts"] = _seconds(
                 lambda sent=sent: self.side.second.receive(self.side.second.send(0, sent))
             )
         return {name: round(1e6 * taken, 1) for name, taken in found.items()}
@@ -277,23 +244,13 @@ class _Bench:
 
     def _routes(self, program: str, routes: ColdRoutes) -> jax.Array:
         """Ids for as many steps as a program takes; slots of hot experts for the one that knows no others."""
-        ids = routes.ids
-        if program == "resident":
-            ids = self.places[np.arange(ids.shape[1])[:, None, None], ids, 1]
-        padded = np.zeros((*ids.shape[:2], ROWS, ids.shape[-1]), np.int32)
-        padded[:, :, : ids.shape[2]] = ids
-        return jnp.asarray(np.resize(padded, (self.request.needed_steps, *padded.shape[1:])))
+        ids = routes.slots(self.places) if program == "resident" else routes.ids
+        return plain_cold_step.planned(ids, self.request.needed_steps)
 
     def close(self) -> None:
         """Ends the second device's threads."""
         self.side.second.close()
 
 
-def _median(make: Callable[[], Any]) -> float:
-    """Seconds until what is made is there."""
-    taken = []
-    for _ in range(_CALLS):
-        started = time.perf_counter()
-        jax.block_until_ready(make())
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
+def _seconds(make: Callable[[], Any]) -> float:
+    return real_step.median_seconds(make, _CALLS)

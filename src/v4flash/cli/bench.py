@@ -207,7 +207,7 @@ def _resident(options: argparse.Namespace) -> tuple[Timed, Shown]:
 
 def _cold(options: argparse.Namespace) -> tuple[Timed, Shown]:
     """What times a step with cold experts in host memory or on a second device, and what shows its record."""
-    from v4flash.bench import cold_cells, cold_step, plain_cold_step, sidecar_step
+    from v4flash.bench import cold_cells, cold_step, plain_cold_step, random_weights, sidecar_step
     from v4flash.config import ModelConfig
     from v4flash.profile.budget import configuration
 
@@ -225,7 +225,7 @@ def _cold(options: argparse.Namespace) -> tuple[Timed, Shown]:
     config = ModelConfig.from_file(configuration(options.config))
     layers = options.layers or (_LAYERS_SIDECAR if sidecar else config.num_hidden_layers)
     if layers != config.num_hidden_layers:
-        config = sidecar_step.first_layers(config, layers)
+        config = random_weights.first_layers(config, layers)
     if len(k) != 1 or len(context) != 1:
         raise UsageError(f"{way} takes one draft length and one context")
     request = cold_cells.Request(

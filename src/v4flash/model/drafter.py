@@ -60,6 +60,11 @@ class Drafts:
     count: jax.Array
 
 
+def picked_row(rows: jax.Array, j: jax.Array) -> jax.Array:
+    """Row j of [K, N], by a mask: a copied slice would end the capture of a loop."""
+    return jnp.sum(jnp.where((jnp.arange(rows.shape[0]) == j)[:, None], rows, 0), axis=0, dtype=rows.dtype)
+
+
 def drawn_chain(
     block: Block,
     anchor: jax.Array,
@@ -87,22 +92,19 @@ def drawn_chain(
     turns = block.hidden.shape[0]
     place = jnp.arange(turns, dtype=jnp.int32)
 
-    def picked(rows: jax.Array, j: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.where((place == j)[:, None], rows, 0), axis=0, dtype=rows.dtype)
-
     def put(rows: jax.Array, row: jax.Array, j: jax.Array) -> jax.Array:
         return jnp.where((place == j).reshape(-1, *[1] * row.ndim), row, rows)
 
     def in_front(j: jax.Array, token: jax.Array, confidence: jax.Array) -> tuple:
         """The token's embedding, the confidences with that of row j behind it, and whether the row is drawn."""
         found = embedded(token)
-        confidence = put(confidence, confidence_logit(picked(block.hidden, j), found), j)
+        confidence = put(confidence, confidence_logit(picked_row(block.hidden, j), found), j)
         drawn = j < turns if wanted is None else (j < turns) & wanted(j, confidence)
         return found, confidence, drawn
 
     def turn(carry: tuple) -> tuple:
         j, (before, confidence, _), made = carry
-        logits = picked(block.base_logits, j) + bias(before)
+        logits = picked_row(block.base_logits, j) + bias(before)
         token, kept = draw(j, logits)
         made = jax.tree.map(lambda rows, row: put(rows, row, j), made, (token, logits, kept))
         return j + 1, in_front(j + 1, token, confidence), made

@@ -6,6 +6,7 @@ rotary tables). Does not know: any layer.
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import flax.nnx as nnx
 import jax
@@ -120,10 +121,7 @@ class Linear(nnx.Module):
 
     def decoded(self, index: jax.Array | None = None) -> jax.Array:
         """The weight in the computation's type; `index` picks experts (any integer array) before decoding."""
-        weight, scale = self.weight[...], self.scale and self.scale[...]
-        if index is not None:
-            weight, scale = weight[index], scale if scale is None else scale[index]
-        return self._decoded(weight, scale)
+        return self._decoded(lambda array: array if index is None else array[index])
 
     def decoded_rows(self, expert: jax.Array, start: jax.Array, count: int) -> jax.Array:
         """`count` rows of one expert's weight from row `start` on; whole blocks of rows, where blocks share a scale."""
@@ -133,11 +131,14 @@ class Linear(nnx.Module):
             sizes = (1, count // each, array.shape[-1])
             return jax.lax.dynamic_slice(array, (expert, start // each, 0), sizes)[0]
 
-        return self._decoded(rows(self.weight[...]), self.scale and rows(self.scale[...]))
+        return self._decoded(rows)
 
-    def _decoded(self, weight: jax.Array, scale: jax.Array | None) -> jax.Array:
-        if scale is None:
+    def _decoded(self, part: Callable[[jax.Array], jax.Array]) -> jax.Array:
+        """A part of the weight, picked from the stored payload and from its scales alike."""
+        weight = part(self.weight[...])
+        if self.scale is None:
             return weight.astype(self.numerics.dtype)
+        scale = part(self.scale[...])
         if self.storage == "fp8":
             return formats.decode_fp8(weight, scale, self.block).astype(self.numerics.dtype)
         return formats.decode_fp4(weight, scale).astype(self.numerics.dtype)

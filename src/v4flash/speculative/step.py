@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from v4flash.model.drafter import Block, Model
+from v4flash.model.drafter import Block, Model, picked_row
 from v4flash.speculative import depth, lookup
 from v4flash.speculative.depth import MAX_DRAFT
 from v4flash.speculative.filters import LAWS, UNRANKED, has_usable_logits, is_greedy, kind_of_law
@@ -109,8 +109,7 @@ def draft(model: Model, stream: Stream, control: Control, limit: int, wanted: ja
 
         def draw(j: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
             found = law(logits, control.draft_sampling)
-            own = jnp.sum(jnp.where(jnp.arange(limit)[:, None] == j, uniforms, 0), axis=0)
-            return invert(found, own), found
+            return invert(found, picked_row(uniforms, j)), found
 
         drafts, laws = model.drafter.chain(block, stream.anchor, draw, is_drawn)
         known = jnp.where(jnp.arange(limit) <= drafts.count, drafts.confidence, -jnp.inf)
