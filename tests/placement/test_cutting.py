@@ -76,7 +76,7 @@ def traced(*arguments):
 
 @pytest.fixture
 def staged() -> Staged:
-    found = cut(traced, (WEIGHTS, stream(), CONTROL), donated=1)
+    found = cut(traced, (WEIGHTS, stream(), CONTROL), donated=(1,))
     programs = tuple(
         jax.jit(piece.function, donate_argnums=piece.donated) if piece.outputs else None
         for piece in found.pieces

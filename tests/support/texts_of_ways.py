@@ -157,7 +157,7 @@ def main() -> None:
             own["compiled"] = compilations.count - before  # of the last text
             own["moved"] += moved
         if way.endswith("peer"):
-            own |= facts(model.programs.step)
+            own |= facts(model.programs.step.compiled)
         found[way] = own | (checks(model) if request.certify else {})
     layers = ModelConfig.from_file(Path(request.checkpoint)).num_hidden_layers
     found |= {"lost": lost(request)} if request.lose else {}

@@ -200,9 +200,7 @@ def timed_cell(
     cell["gigabytes_moved"] = round(moved / 1e9, 4)
     cell["link_milliseconds"] = round(1e3 * moved / weights.link, 3)
     if request.profile:
-        cell["profile"], _ = real_step.profiled(
-            lambda stream: (stream, loop(real_step.PROFILED_STEPS), None), None
-        )
+        cell["profile"], _ = real_step.profiled(lambda stream: (stream, loop(real_step.PROFILED_STEPS)), None)
     return cell | real_step.beside_floor(config, cell, weights.bandwidth)
 
 

@@ -28,6 +28,7 @@ from v4flash.bench.streams import rates, stream_bytes
 from v4flash.config import ModelConfig
 from v4flash.engine import compiler_options, peer_way
 from v4flash.engine.programs import Shapes, make_control, new_state, new_stream
+from v4flash.engine.steady_step import step_in_place
 from v4flash.errors import UsageError
 from v4flash.model.fused.bodies import FusedBodies, ReferenceBodies
 from v4flash.model.fused.model import FusedModel
@@ -37,7 +38,7 @@ from v4flash.profile.floor import CORRELATED, MEASURED, Routing, floor, modelled
 from v4flash.speculative.depth import DepthPolicy
 from v4flash.speculative.filters import SamplingParams
 from v4flash.speculative.step import draft_limit, speculative_step
-from v4flash.speculative.stream import Control, Stream
+from v4flash.speculative.stream import Control, StepResult, Stream
 
 SCHEMA = "v4flash.real_step/1"
 WARM_STEPS, PROFILED_STEPS = 3, 3
@@ -212,8 +213,22 @@ def _backend_cells(
     return cells, bandwidth
 
 
+class Made(NamedTuple):
+    """What a step leaves beside the stream: its result, and the experts [L, R, K] of each row."""
+
+    result: StepResult
+    routes: jax.Array
+
+    @classmethod
+    def blank(cls, config: ModelConfig, rows: int) -> "Made":
+        """What a step of passes of so many rows leaves, in the host's memory and without meaning."""
+        limit = draft_limit(rows) if config.draft else 0
+        routes = np.zeros((config.num_hidden_layers, rows, config.num_experts_per_tok), np.int32)
+        return cls(StepResult.blank(limit), routes)
+
+
 class StepProgram:
-    """The compiled step of one backend: run(params, stream, control) -> (stream, result, routes [L, R, K])."""
+    """The compiled step of one backend, which writes what it makes where the step before did, as decoding does."""
 
     def __init__(self, config: ModelConfig, backend: str, shapes: Shapes, experts: random_weights.Experts):
         self.config, self.shapes, self.experts = config, shapes, experts
@@ -223,8 +238,17 @@ class StepProgram:
         stream = jax.eval_shape(lambda: empty_stream(config, shapes))
 
         step = step_with_routes(build, shapes.rows)
-        lowered = jax.jit(step, donate_argnums=1).lower(self.params, stream, control)
-        self.run = lowered.compile(compiler_options=compiler_options.here())
+        made = Made.blank(config, shapes.rows)
+        lowered = jax.jit(step_in_place(step), donate_argnums=(1, 3), keep_unused=True).lower(
+            self.params, stream, control, made
+        )
+        self._compiled = lowered.compile(compiler_options=compiler_options.here())
+        self._spent = self.place(jax.device_put(made))
+
+    def run(self, params: Any, stream: Stream, control: Control) -> tuple[Stream, Made]:
+        """One step; what it made is readable until the next one."""
+        stream, self._spent = self._compiled(params, stream, control, self._spent)
+        return stream, self._spent
 
     def weights(self) -> Any:
         """Random ones."""
@@ -271,8 +295,11 @@ class PeerProgram(StepProgram):
 
         bodies = Alone if alone else self.bodies
         step = step_with_routes(lambda packed: FusedModel(config, REAL_NUMERICS, packed, bodies), shapes.rows)
+        made = Made.blank(config, shapes.rows)
         # Outputs matter to programs that are kept on disk, and this one is not.
-        self.run, _ = runner.pin("bench", step, (self.params, stream, control), None, 1, (), None)
+        arguments = self.params, stream, control, made
+        self._compiled, _ = runner.pin("bench", step_in_place(step), arguments, None, (1, 3), (), None)
+        self._spent = self.place(jax.device_put(made))
 
     def weights(self) -> Any:
         """Random ones, each made on the devices that it is for."""
@@ -285,7 +312,7 @@ class PeerProgram(StepProgram):
 
 
 def step_with_routes(build: Callable, rows: int) -> Callable:
-    """A step (params, stream, control) -> (stream, result, routes [L, R, K]) of the models that `build` makes."""
+    """A step (params, stream, control) -> (stream, Made) of the models that `build` makes."""
 
     def step(params, stream, control):
         model, routes = build(params), []
@@ -298,7 +325,7 @@ def step_with_routes(build: Callable, rows: int) -> Callable:
 
         model.backbone.trunk = recorded
         stream, result = speculative_step(model, stream, control, rows)
-        return stream, result, jnp.stack(routes)
+        return stream, Made(result, jnp.stack(routes))
 
     return step
 
@@ -367,21 +394,20 @@ def _cell(request: Request, program: StepProgram, params, stream: Stream, settin
     control = program.place(control)
     stream = program.place(at_context(stream, context, request.config))
 
-    def loop(stream: Stream, steps: int):
+    def loop(stream: Stream, steps: int) -> tuple[Stream, Made]:
         for _ in range(steps):
-            stream, result, routes = program.run(params, stream, control)
-        return stream, result, routes
+            stream, made = program.run(params, stream, control)
+        return stream, made
 
-    stream, result, routes = loop(stream, WARM_STEPS)
-    distinct = _distinct(routes, 1 + (k if depth is None else depth))
-    taken, queued, emitted = [], [], 0
+    stream, made = loop(stream, WARM_STEPS)
+    distinct = _distinct(made.routes, 1 + (k if depth is None else depth))
+    taken, queued = [], []
     for _ in range(request.repeats):
         started = time.perf_counter()
-        stream, result, routes = loop(stream, request.steps)
+        stream, made = loop(stream, request.steps)
         queued.append((time.perf_counter() - started) / request.steps)
-        jax.block_until_ready(result)
+        jax.block_until_ready(made)
         taken.append((time.perf_counter() - started) / request.steps)
-        emitted += int(result.emitted)
     cell = {
         "context": context,
         "temperature": temperature,
@@ -396,8 +422,8 @@ def _cell(request: Request, program: StepProgram, params, stream: Stream, settin
             "least": int(min(distinct)),
             "most": int(max(distinct)),
         },
-        "usable": bool(result.usable),
-        "verified": int(result.drafted),
+        "usable": bool(made.result.usable),
+        "verified": int(made.result.drafted),
     }
     if request.profile:
         table, stream = profiled(lambda stream: loop(stream, PROFILED_STEPS), stream)
@@ -417,8 +443,8 @@ def profiled(loop: Callable, stream: Stream) -> tuple[dict[str, Any] | None, Str
     """Kernels of a few steps by name and duration, or None where the device shows none."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
-            stream, result, _ = loop(stream)
-            jax.block_until_ready(result)
+            stream, made = loop(stream)
+            jax.block_until_ready(made)
         events = profile_table.read_events(Path(folder)) if list(Path(folder).rglob("*.xplane.pb")) else []
     if not events:
         return None, stream

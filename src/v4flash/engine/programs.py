@@ -40,6 +40,7 @@ from v4flash.engine.backends import (
     refusals,
 )
 from v4flash.engine.diagnosis import Diagnosis
+from v4flash.engine.steady_step import SteadyStep, kept, step_in_place
 from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.numerics import Numerics
 from v4flash.placement.host_memory import MEMORIES
@@ -90,7 +91,7 @@ class Programs:
 
     Attributes:
       prefill: (params, decode, tokens, count, control) -> (decode, token, usable); decode is donated.
-      step: (params, stream, control) -> (stream, result); the stream is donated.
+      step: (params, stream, control) -> (stream, packed result); the stream is donated.
       draft_limit: the most drafts a step verifies.
       seconds: time spent compiling or loading them.
       cached: whether both came from the cache.
@@ -103,7 +104,7 @@ class Programs:
 
     shapes: Shapes
     prefill: Callable
-    step: Callable
+    step: SteadyStep
     draft_limit: int
     seconds: float
     cached: bool
@@ -215,24 +216,23 @@ def _built(
     tokens = jnp.zeros((shapes.chunk,), jnp.int32)
     limit = draft_limit(shapes.rows) if config.draft else 0
 
-    result = StepResult(*[scalar] * len(dataclasses.fields(StepResult)))
-    jobs = {
-        "prefill": (prefill, (decode, tokens, scalar, control), (decode, scalar, scalar)),
-        "step": (functools.partial(speculative_step, rows=shapes.rows), (stream, control), (stream, result)),
-    }
+    result = StepResult.blank(limit)
+    step = step_in_place(functools.partial(speculative_step, rows=shapes.rows))
     facts = (*form.facts, repr(config), repr(numerics), repr(shapes))
-    compiled = {
-        name: _pinned(runner.pin, name, form, params, *job, facts, cache) for name, job in jobs.items()
-    }
+    pinned = functools.partial(_pinned, runner.pin, form, params, facts, cache)
+    prefill_run, *known = pinned(
+        "prefill", prefill, (decode, tokens, scalar, control), (decode, scalar, scalar), (0,)
+    )
+    step_run, step_known = pinned("step", step, (stream, control, result), (stream, result), (0, 2))
+    keep, keep_known = runner.pin("result", kept, ((), result), scalar, (), facts, cache)
     seconds = time.perf_counter() - started
-    prefill_run, step_run = compiled["prefill"], compiled["step"]
     return Programs(
         shapes=shapes,
-        prefill=prefill_run[0],
-        step=step_run[0],
+        prefill=prefill_run,
+        step=SteadyStep(step_run, keep, lambda: runner.place(jax.device_put(result))),
         draft_limit=limit,
         seconds=seconds,
-        cached=prefill_run[1] and step_run[1],
+        cached=all((*known, step_known, keep_known)),
         diagnosis=Diagnosis(form, config, runner.jit),
         model=form.model,
         exchange=exchange,
@@ -242,22 +242,24 @@ def _built(
 
 def _pinned(
     pin: Callable,
-    name: str,
     form: WeightForm,
     params: Any,
+    facts: tuple[str, ...],
+    cache: Path | None,
+    name: str,
     function: Callable,
     arguments: tuple,
     outputs: tuple,
-    facts: tuple[str, ...],
-    cache: Path | None,
+    donated: tuple[int, ...],
 ) -> tuple[Callable, bool]:
-    """A compiled function(model, *arguments), the first of which it takes over, as one of (params, *arguments)."""
+    """A compiled function(model, *arguments), some of which it takes over, as one of (params, *arguments)."""
     if not isinstance(params, ChangingWeights):
 
         def run(params, *arguments):
             return function(form.model(params), *arguments)
 
-        return pin(name, run, (params, *arguments), outputs, 1, facts, cache)
+        taken = tuple(1 + place for place in donated)
+        return pin(name, run, (params, *arguments), outputs, taken, facts, cache)
 
     def run_changing(kept, changed, *arguments):
         model = form.model(ChangingWeights(kept, changed))
@@ -266,7 +268,13 @@ def _pinned(
 
     parts = (params.kept, params.changed)
     compiled, cached = pin(
-        name, run_changing, (*parts, *arguments), (params.changed, *outputs), (1, 2), facts, cache
+        name,
+        run_changing,
+        (*parts, *arguments),
+        (params.changed, *outputs),
+        (1, *[2 + place for place in donated]),
+        facts,
+        cache,
     )
 
     def run_in_place(weights: ChangingWeights, *arguments):
@@ -281,7 +289,7 @@ def executable(
     function: Callable,
     arguments: tuple,
     outputs: Any,
-    donated: int | tuple[int, ...],
+    donated: tuple[int, ...],
     facts: tuple[str, ...],
     cache: Path | None,
 ) -> tuple[Callable, bool]:
@@ -304,7 +312,8 @@ def executable(
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=_kept_sharding(x)), arguments
     )
-    lowered = jax.jit(function, donate_argnums=donated).trace(*abstract).lower()
+    # An argument that is there for its memory alone is one as well.
+    lowered = jax.jit(function, donate_argnums=donated, keep_unused=True).trace(*abstract).lower()
     kinds = {getattr(leaf.sharding, "memory_kind", None) for leaf in jax.tree.leaves(abstract)}
     outside = not kinds.isdisjoint(MEMORIES)
     compiled = lowered.compile(compiler_options=compiler_options.of(devices[0].platform, host_memory=outside))
@@ -359,7 +368,7 @@ def _source_digest() -> str:
     """Digest of the files whose functions and tile choices are compiled; commands and text enter no program."""
     package, kernels = Path(v4flash.__file__).parent, Path(pallas_kernels.__file__).parent
     files = [package / "config.py", package / "state.py", Path(__file__)]
-    files += [package / "engine" / f"{way}_way.py" for way in ("peer", "sidecar")]
+    files += [package / "engine" / f"{name}.py" for name in ("steady_step", "peer_way", "sidecar_way")]
     files += [*kernels.rglob("*.py"), *kernels.rglob("tuning/*.json")]
     for room in ("model", "placement", "speculative", "fidelity"):
         files += (package / room).rglob("*.py")

@@ -159,23 +159,24 @@ class Session:
         runner = self._programs.runner
         stream = new_stream(self._state, self.tokens, remaining, control, self._programs.shapes)
         stream, control = runner.place((stream, control))
-        in_flight: list[StepResult] = []
+        in_flight: list[jax.Array] = []
         finish, last_at = RUNNING, first_at
         broken = None
         try:
             while finish == RUNNING:
                 with jax.no_tracing(), jax.transfer_guard("disallow"):
                     while len(in_flight) < 2:
-                        stream, result = self._programs.step(self._params, stream, control)
-                        in_flight.append(result)
-                    result = runner.read(in_flight.pop(0))
+                        stream, words = self._programs.step(self._params, stream, control)
+                        in_flight.append(words)
+                    words = in_flight.pop(0)
+                    result = StepResult.unpacked(runner.read(words))
                 now = time.perf_counter()
                 statistics.step_seconds.append(now - last_at)
                 last_at = now
                 statistics.decode_seconds = now - first_at
                 if not bool(result.usable):
                     broken = result
-                    in_flight.insert(0, result)
+                    in_flight.insert(0, words)
                     break
                 step = self._read(result, statistics)
                 finish = int(result.finish)
@@ -202,9 +203,10 @@ class Session:
         drafts, confidence = result.drafts[:drafted].tolist(), result.confidence[:drafted].tolist()
         return TokenStep(tokens, drafts, confidence, accepted, position, copied)
 
-    def _settle(self, stream: Stream, in_flight: list[StepResult]) -> None:
+    def _settle(self, stream: Stream, in_flight: list[jax.Array]) -> None:
         """Takes back the device state and drops what steps in flight added beyond the tokens yielded."""
-        ahead = sum(int(self._programs.runner.read(result.emitted)) for result in in_flight)
+        read = self._programs.runner.read
+        ahead = sum(int(StepResult.unpacked(read(words)).emitted) for words in in_flight)
         self._state = stream.decode
         device_length = self._committed + ahead
         rows = self._programs.shapes.rows

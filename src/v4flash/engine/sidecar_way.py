@@ -141,7 +141,7 @@ class Sidecar:
 
             def run(*arguments):
                 if not made:
-                    made.append(pin("", function, arguments, None, None, (), None)[0])
+                    made.append(pin("", function, arguments, None, (), (), None)[0])
                 return made[0](*arguments)
 
             return run

@@ -98,7 +98,7 @@ def compiled(
     facts = (*form.facts, repr(config), repr(numerics), repr(context))
     arguments = params, state, jnp.zeros((ROWS,), jnp.int32), jnp.zeros((), jnp.int32)
     try:
-        pinned, _ = executable("gate", run, arguments, (state, 0, 0), 1, facts, cache)
+        pinned, _ = executable("gate", run, arguments, (state, 0, 0), (1,), facts, cache)
     except backends.refusals() as error:
         raise backends.no_fused_body(error) from error
     return Side(pinned, params, empty)

@@ -95,11 +95,11 @@ class Cut:
     structure: jax.tree_util.PyTreeDef
 
 
-def cut(function: Callable, arguments: tuple, donated: int | None = None) -> Cut:
+def cut(function: Callable, arguments: tuple, donated: tuple[int, ...] = ()) -> Cut:
     """Cuts `function` at its exchanges.
 
-    Args: arguments, one pytree of arrays or ShapeDtypeStructs per parameter; donated, the index of the argument whose
-    memory pieces may take over, if there is one.
+    Args: arguments, one pytree of arrays or ShapeDtypeStructs per parameter; donated, the indices of arguments whose
+    memory pieces may take over.
     """
     abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), arguments)
 
@@ -114,9 +114,8 @@ def cut(function: Callable, arguments: tuple, donated: int | None = None) -> Cut
         return jax.tree.map(once, function(*arguments))
 
     traced, shape = jax.make_jaxpr(separate, return_shape=True)(*abstract)
-    sizes = [len(jax.tree.leaves(argument)) for argument in arguments]
-    first = 0 if donated is None else sum(sizes[:donated])
-    own = frozenset(traced.invars[first : first + (0 if donated is None else sizes[donated])])
+    of_leaf = [number for number, argument in enumerate(arguments) for _ in jax.tree.leaves(argument)]
+    own = frozenset(var for var, number in zip(traced.invars, of_leaf, strict=True) if number in donated)
     parts = _parts(traced.eqns)
     last = _last_reads(parts, traced.outvars)
     pieces = tuple(

@@ -8,6 +8,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from v4flash.speculative.depth import DepthPolicy
 from v4flash.speculative.filters import SamplingParams
@@ -124,3 +125,43 @@ class StepResult:
     copied: jax.Array
     finish: jax.Array
     usable: jax.Array
+
+    @classmethod
+    def blank(cls, limit: int) -> "StepResult":
+        """A result that says nothing, of a step of up to `limit` drafts, in the host's memory."""
+        number, flag = np.zeros((), np.int32), np.zeros((), bool)
+        return cls(
+            tokens=np.zeros((limit + 1,), np.int32),
+            emitted=number,
+            accepted=number,
+            drafted=number,
+            drafts=np.zeros((limit,), np.int32),
+            confidence=np.zeros((limit,), np.float32),
+            copied=flag,
+            finish=number,
+            usable=flag,
+        )
+
+    def packed(self) -> jax.Array:
+        """All of it in one array, int32 [3 K + 7], which the host reads in one go."""
+        words = [jax.lax.bitcast_convert_type(self.confidence, jnp.int32), self.tokens, self.drafts]
+        numbers = (self.emitted, self.accepted, self.drafted, self.copied, self.finish, self.usable)
+        return jnp.concatenate([*words, jnp.stack([number.astype(jnp.int32) for number in numbers])])
+
+    @classmethod
+    def unpacked(cls, words: np.ndarray) -> "StepResult":
+        """What `packed` packed, in the host's memory."""
+        limit = (words.size - 7) // 3
+        confidence, tokens, drafts, numbers = np.split(words, [limit, 2 * limit + 1, 3 * limit + 1])
+        emitted, accepted, drafted, copied, finish, usable = numbers
+        return cls(
+            tokens=tokens,
+            emitted=emitted,
+            accepted=accepted,
+            drafted=drafted,
+            drafts=drafts,
+            confidence=confidence.view(np.float32),
+            copied=copied.astype(bool),
+            finish=finish,
+            usable=usable.astype(bool),
+        )

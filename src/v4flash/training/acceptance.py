@@ -32,7 +32,7 @@ from v4flash.fidelity.transcripts import digest
 from v4flash.speculative.filters import SamplingParams, target_law
 from v4flash.speculative.rejection import acceptance_probability, block_chances
 from v4flash.speculative.step import draft
-from v4flash.speculative.stream import Control, Stream
+from v4flash.speculative.stream import Control, StepResult, Stream
 from v4flash.text import Tokenizer
 from v4flash.training.acceptance_figures import ALL, Decoded, Step, figures, gates, markdown
 from v4flash.training.batches import TOKEN_DTYPE
@@ -150,7 +150,8 @@ def with_chances(
     stream = new_stream(session.state, [*text.prompt, *ids], text.budget - 1, control, shapes)
     while len(found) < len(text.steps):
         found.append(chances(model.params, stream, control))
-        stream, result = model.programs.step(model.params, stream, control)
+        stream, words = model.programs.step(model.params, stream, control)
+        result = StepResult.unpacked(jax.device_get(words))
         ids += result.tokens[: int(result.emitted)].tolist()
     if ids != text.ids:
         raise V4FlashError(
