@@ -10,24 +10,29 @@ from pallas_kernels.markov_chain.specs import SPECS, ChainSpec
 
 CALLS = 3
 TOKENS = {"v4-flash": 5, "v4.1-flash": 5, "demo": 5}
+# Top-k and top-p of the drawn chains.
+FILTERS = {"drawn": (0, 1.0), "drawn with top-p": (0, 0.95), "drawn with top-k and top-p": (40, 0.95)}
 
 
 def cases() -> tuple[OperationCase, ...]:
-    """A block's tokens, taken greedily and drawn."""
+    """A block's tokens, taken greedily and drawn, with filters and without."""
     return tuple(
-        _case(model, SPECS[model], tokens, drawn)
+        _case(model, SPECS[model], tokens, way)
         for model, tokens in TOKENS.items()
-        for drawn in (False, True)
+        for way in ("greedy", *FILTERS)
     )
 
 
-def _case(model: str, spec: ChainSpec, tokens: int, drawn: bool) -> OperationCase:
+def _case(model: str, spec: ChainSpec, tokens: int, way: str) -> OperationCase:
     def operands(calls):
         from pallas_kernels import device_barrier
         from pallas_kernels.markov_chain import fused as launches
 
         uniforms = jax.random.uniform(jax.random.key(3, impl="rbg"), (tokens, 2))
-        draw = Draw(jnp.float32(0.7), jnp.float32(0.0), uniforms) if drawn else None
+        draw = None
+        if way in FILTERS:
+            top_k, top_p = FILTERS[way]
+            draw = Draw(jnp.float32(0.7), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(0.0), uniforms)
         embed = normal(1, spec.vocabulary, spec.rank, dtype=jnp.bfloat16)
         base = normal(2, tokens, spec.vocabulary, scale=3.0)
         counters = device_barrier.counters(launches.COUNTER_LINES)
@@ -37,18 +42,16 @@ def _case(model: str, spec: ChainSpec, tokens: int, drawn: bool) -> OperationCas
         ]
         return (base, jnp.int32(11), embed, draw, counters), heads
 
-    def named(ids, logits, counters):
+    def named(ids, by, counters):
         # The counters' sign bits tell how often a barrier was passed.
-        return {"ids": ids, "logits": logits, "counters": counters & 0x7FFFFFFF}
+        return {"ids": ids, "by": by, "counters": counters & 0x7FFFFFFF}
 
     def fused(shared, head):
         from pallas_kernels.markov_chain import fused as launches
 
         base, anchor, embed, draw, counters = shared
-        ids, logits, counters = launches.chain(
-            spec, base, anchor, embed, head, jnp.int32(tokens), counters, draw
-        )
-        return named(ids, logits, counters), (base, ids[-1], embed, draw, counters)
+        ids, by, counters = launches.chain(spec, base, anchor, embed, head, jnp.int32(tokens), counters, draw)
+        return named(ids, by, counters), (base, ids[-1], embed, draw, counters)
 
     def definition(shared, head):
         base, anchor, embed, draw, counters = shared
@@ -56,7 +59,7 @@ def _case(model: str, spec: ChainSpec, tokens: int, drawn: bool) -> OperationCas
         return named(*made, counters)
 
     return OperationCase(
-        "markov_chain", f"{model} chain of {tokens} tokens, {'drawn' if drawn else 'greedy'}", ("chain",),
+        "markov_chain", f"{model} chain of {tokens} tokens, {way}", ("chain",),
         tokens * spec.vocabulary * (2 * spec.rank + 4), CALLS, operands, fused, definition,
-        {"ids": EXACT, "logits": SUMS, "counters": EXACT}, interpreted=model == "demo",
+        {"ids": EXACT, "by": SUMS, "counters": EXACT}, interpreted=model == "demo",
     )  # fmt: skip

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import launch
-from pallas_kernels.markov_chain import kernels
+from pallas_kernels.markov_chain import kernels, narrowing
 from pallas_kernels.markov_chain.reference import Draw
 from pallas_kernels.markov_chain.specs import ChainSpec
 
@@ -47,7 +47,7 @@ def chain(
     draw: Draw | None = None,
     programs: int | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`reference.chain` in one launch: ids [K], logits [K, V], and the counters for the next kernel.
+    """`reference.chain` in one launch: ids [K], logits or laws [K, V], and the counters for the next kernel.
 
     Args: as there, and
       counters: from `device_barrier.counters`, at least COUNTER_LINES lines.
@@ -63,18 +63,21 @@ def chain(
             f"tables are {embed.shape} and {head.shape}, expected {(spec.vocabulary, spec.rank)}"
         )
     tiles = layout(spec, programs or (GREEDY_PROGRAMS if draw is None else DRAWN_PROGRAMS))
-    none = jnp.zeros((1,), jnp.float32)
-    if draw is None:
-        options = [none, none, none]
+    drawn = draw is not None
+    if drawn:
+        numbers = (draw.temperature, draw.top_k, draw.top_p, draw.min_p)
+        options = [jnp.stack([number.astype(jnp.float32) for number in numbers]), draw.uniforms]
     else:
-        options = [draw.temperature.reshape(1), draw.min_p.reshape(1), draw.uniforms]
-    rounds = tokens * (1 if draw is None else 2) + 1 if launch.INTERPRETED else 1
+        options = [jnp.ones((4,), jnp.float32), jnp.zeros((1, 2), jnp.float32)]
+    rounds = (tokens * kernels.PARTS if drawn else tokens + 1) if launch.INTERPRETED else 1
     operands = [base, anchor.reshape(1), embed, head, count.reshape(1), *options, counters]
 
     def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    ids, logits, _, _, _, counters = launch.call(
+    # What only drawing writes has no room otherwise.
+    kept, filters = tokens if drawn else 1, (tokens, narrowing.ROUNDS) if drawn else (1, 1)
+    ids, logits, _, _, laws, *_, counters = launch.call(
         kernels.chain,
         *operands,
         grid=(rounds, tiles["G"]),
@@ -83,14 +86,20 @@ def chain(
             array(tokens, spec.vocabulary),
             array(tokens, tiles["G"]),
             array(tokens, tiles["G"], dtype=jnp.int32),
-            array(tokens, spec.blocks),
+            array(kept, spec.vocabulary if drawn else 1),
+            array(kept, spec.blocks if drawn else 1),
+            array(*filters, narrowing.PASSES, tiles["G"] if drawn else 1, narrowing.TRIALS),
+            array(*filters, spec.blocks if drawn else 1, dtype=jnp.int32),
+            array(*filters, tiles["G"] if drawn else 1),
             array(*counters.shape, dtype=jnp.int32),
         ],
-        aliases={len(operands) - 1: 5},
+        aliases={len(operands) - 1: 9},
         num_warps=WARPS,
         K=tokens,
-        DRAWN=draw is not None,
+        DRAWN=drawn,
         APART=launch.INTERPRETED,
         **tiles,
     )
+    if drawn:
+        return ids, jnp.where(jnp.arange(tokens)[:, None] < count, laws, 0.0), counters
     return ids, logits, counters

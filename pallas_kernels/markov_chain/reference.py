@@ -1,7 +1,8 @@
 """What the Markov chain of the drafter computes, in plain jax.numpy.
 
 Knows: the low-rank bias of a row's logits by the token before it, and the choice of each token: the largest logit,
-or a draw by two uniform numbers. Does not know: where the logits come from, or how drafts are verified.
+or a draw by two uniform numbers from the law that temperature and filters make of the logits. Does not know: where the
+logits come from, or how drafts are verified.
 
     anchor -> bias + logits[0] -> token 0 -> bias + logits[1] -> token 1 -> ...
 
@@ -19,22 +20,33 @@ from pallas_kernels.markov_chain.specs import ChainSpec
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """How tokens are drawn instead of taken greedily.
+    """How tokens are drawn instead of taken greedily: temperature, then top-k, then top-p of what it left, then min-p.
 
     Attributes:
-      temperature: float32 []; too small to divide by (below 2^-126) means greedy.
+      temperature: float32 [], large enough to divide by (from 2^-126 on).
+      top_k: int32 [], this many of the likeliest tokens, of equal ones the lowest ids; 0, and from V on, is off.
+      top_p: float32 [], as few of the likeliest tokens as carry this share, at least one; 1 is off.
       min_p: float32 [], tokens less likely than this fraction of the likeliest are never drawn; 0 is off.
       uniforms: float32 [K, 2] in [0, 1): the first picks a block of tokens, the second one of its tokens.
     """
 
     temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
     min_p: jax.Array
     uniforms: jax.Array
 
 
 def weights(logits: jax.Array, draw: Draw) -> jax.Array:
-    """Unnormalised probabilities [V] of logits [V], 1 for the likeliest token."""
+    """Unnormalised probabilities [V] of logits [V] behind all filters, 1 for the likeliest token."""
+    vocabulary = logits.shape[0]
     made = jnp.exp((logits - jnp.max(logits)) / draw.temperature)
+    ranked = jnp.argsort(-logits, stable=True)
+    rank = jnp.zeros((vocabulary,), jnp.int32).at[ranked].set(jnp.arange(vocabulary, dtype=jnp.int32))
+    made = jnp.where((draw.top_k > 0) & (rank >= draw.top_k), 0.0, made)
+    running = jnp.cumsum(made[ranked])
+    before = jnp.concatenate([jnp.zeros((1,)), running[:-1]])[rank]
+    made = jnp.where((draw.top_p < 1) & (rank > 0) & (before >= draw.top_p * running[-1]), 0.0, made)
     return jnp.where(made < draw.min_p, 0.0, made)
 
 
@@ -47,9 +59,9 @@ def first_past(masses: jax.Array, level: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(past), jnp.argmax(past), last).astype(jnp.int32)
 
 
-def drawn(spec: ChainSpec, logits: jax.Array, draw: Draw, uniforms: jax.Array) -> jax.Array:
-    """Token id int32 []: a block by the first uniform number, a token of it by the second."""
-    padded = jnp.pad(weights(logits, draw), (0, spec.blocks * spec.block - spec.vocabulary))
+def drawn(spec: ChainSpec, masses: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """Token id int32 [] of unnormalised probabilities [V]: a block by the first number, a token of it by the second."""
+    padded = jnp.pad(masses, (0, spec.blocks * spec.block - spec.vocabulary))
     blocks = padded.reshape(spec.blocks, spec.block)
     block = first_past(jnp.sum(blocks, axis=1), uniforms[0])
     return jnp.minimum(block * spec.block + first_past(blocks[block], uniforms[1]), spec.vocabulary - 1)
@@ -64,14 +76,14 @@ def chain(
     count: jax.Array,
     draw: Draw | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Drafted ids int32 [K] and the biased logits float32 [K, V] they were chosen by.
+    """Drafted ids int32 [K], and what they were chosen by, float32 [K, V]: biased logits, or laws when drawn.
 
     Args:
       base: float32 [K, V], logits before the bias.
       anchor: int32 [], the token before the first.
       embed, head: [V, rank], the two tables of the bias; products and sums are in float32.
-      count: int32 [], how many tokens are wanted. Ids behind them are 0, and their logits may be anything
-        (zeros here; the fused body leaves them unwritten).
+      count: int32 [], how many tokens are wanted. Behind them ids are 0, laws zero, and logits anything (zeros here;
+        the fused body leaves them unwritten).
       draw: None takes the largest logit, the lowest id where several are equal.
     """
 
@@ -81,13 +93,14 @@ def chain(
             "r,vr->v", embed[previous].astype(jnp.float32), head.astype(jnp.float32),
             precision=jax.lax.Precision.HIGHEST,
         )  # fmt: skip
-        logits = logits + bias
-        token = jnp.argmax(logits).astype(jnp.int32)
-        if draw is not None:
-            greedy = draw.temperature < jnp.finfo(jnp.float32).tiny
-            token = jnp.where(greedy, token, drawn(spec, logits, draw, uniforms))
+        by = logits + bias
+        if draw is None:
+            token = jnp.argmax(by).astype(jnp.int32)
+        else:
+            masses = weights(by, draw)
+            token, by = drawn(spec, masses, uniforms), masses / jnp.sum(masses)
         wanted = j < count
-        return token, (jnp.where(wanted, token, 0), jnp.where(wanted, logits, 0.0))
+        return token, (jnp.where(wanted, token, 0), jnp.where(wanted, by, 0.0))
 
     uniforms = jnp.zeros((base.shape[0], 2)) if draw is None else draw.uniforms
     _, made = jax.lax.scan(row, anchor, (jnp.arange(base.shape[0]), base, uniforms))

@@ -14,10 +14,13 @@ import pytest
 from packed_toys import whole_toy
 from toy_models import assert_same_state
 
+from v4flash.model.drafter import Drawing
 from v4flash.model.fused.arena import Arena
 from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.fused.model import ROWS, FusedModel
 from v4flash.model.fused.packing import pack_model
+from v4flash.speculative.filters import LAWS, UNRANKED, SamplingParams
+from v4flash.speculative.randomness import invert
 
 # Sums of float32 in another order, behind a few layers; a rounding that flips moves a logit by about this much.
 TOLERANCE = 2e-4
@@ -46,7 +49,20 @@ def one_pass(model, tokens, state, count):
     for ended, known in ((taken, BLOCK), (some, WANTED + 1)):
         alike &= (jnp.abs(ended.confidence - drafts.confidence) < TOLERANCE) | (place >= known)
     drafts = dataclasses.replace(drafts, ids=jnp.where(alike, drafts.ids, -1))
-    return logits, output.routes, state, block.base_logits, drafts.ids, drafts.confidence
+    drawn = drawn_block(model, block, tokens[0])
+    return logits, output.routes, state, block.base_logits, drafts.ids, drafts.confidence, *drawn
+
+
+def drawn_block(model, block, anchor):
+    """The tokens drawn from a block, their laws and confidences, of those that are wanted."""
+    sampling = SamplingParams.make(temperature=1.3)
+    uniforms = jnp.asarray(np.random.default_rng(9).uniform(size=(BLOCK, 2)), jnp.float32)
+    drawing = Drawing(
+        sampling, uniforms, LAWS[UNRANKED:], invert, lambda j, confidence: j < WANTED, jnp.int32(WANTED)
+    )
+    made = model.drafter.drawn_chains(block, anchor, drawing)[0]()
+    count = jnp.where(made.count == WANTED, WANTED, -1)
+    return made.ids[:WANTED], made.laws[:WANTED], made.confidence[: WANTED + 1], count
 
 
 # The family with more operations every time, both with the slow tests.
@@ -69,7 +85,9 @@ def test_packed_model_computes_what_the_modules_do(family):
         np.testing.assert_allclose(found[:count], logits[:count], rtol=0, atol=TOLERANCE)
         blocks += 1
         alike += all(
-            np.allclose(ours, theirs, rtol=0, atol=TOLERANCE)  # base logits, ids, confidence
+            np.allclose(
+                ours, theirs, rtol=0, atol=TOLERANCE
+            )  # base logits, ids, confidence; and of drawn tokens
             for ours, theirs in zip(found_drafted, drafted, strict=True)
         )
         for ours, theirs in zip(found_routes, routes, strict=True):

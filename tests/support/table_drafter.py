@@ -47,7 +47,7 @@ class TableDrafter:
             lambda hidden, embedded: hidden @ self.confidence @ embedded,
         )
 
-    greedy_chain = Drafter.greedy_chain
+    greedy_chain, drawn_chains = Drafter.greedy_chain, Drafter.drawn_chains
 
 
 def table_model(drafter: TableDrafter):

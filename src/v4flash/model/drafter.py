@@ -10,8 +10,9 @@ Source: DeepSeek inference/model.py (`DSparkBlock`, V4.1) and the DSpark paper.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import flax.nnx as nnx
 import jax
@@ -58,6 +59,52 @@ class Drafts:
     logits: jax.Array
     confidence: jax.Array
     count: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawing:
+    """How the tokens of a block are drawn, one after another.
+
+    Attributes:
+      sampling: temperature and filters, as `speculative.filters.SamplingParams`.
+      uniforms: float32 [K, 2] in [0, 1), two numbers for each row.
+      laws: (logits [V], sampling) -> law [V], one for each kind of options.
+      draw: (law, two uniform numbers) -> token.
+      wanted: as in `drawn_chain`; may end a chain early.
+      count: int32 [], the most tokens that are wanted.
+    """
+
+    sampling: Any
+    uniforms: jax.Array
+    laws: Sequence[Callable]
+    draw: Callable
+    wanted: Callable
+    count: jax.Array
+
+
+class Drawn(NamedTuple):
+    """A drawn chain: as in `Drafts`, and the law [K, V] of each token."""
+
+    ids: jax.Array
+    laws: jax.Array
+    confidence: jax.Array
+    count: jax.Array
+
+
+def chains_by_law(
+    chain: Callable, block: Block, anchor: jax.Array, drawing: Drawing
+) -> list[Callable[[], Drawn]]:
+    """What draws a block's tokens, for each kind of options; `chain` is `drawn_chain` of a drafter's own parts."""
+
+    def by(law: Callable) -> Drawn:
+        def draw(j: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+            found = law(logits, drawing.sampling)
+            return drawing.draw(found, picked_row(drawing.uniforms, j)), found
+
+        drafts, laws = chain(block, anchor, draw, drawing.wanted)
+        return Drawn(drafts.ids, laws, drafts.confidence, drafts.count)
+
+    return [functools.partial(by, law) for law in drawing.laws]
 
 
 def picked_row(rows: jax.Array, j: jax.Array) -> jax.Array:
@@ -234,6 +281,10 @@ class Drafter(nnx.Module):
         """Draws the tokens one after another; arguments and results as in `drawn_chain`."""
         markov = self.stages[-1].markov_head
         return drawn_chain(block, anchor, draw, wanted, markov.embedded, markov.bias, self.confidence_logits)
+
+    def drawn_chains(self, block: Block, anchor: jax.Array, drawing: Drawing) -> list[Callable[[], Drawn]]:
+        """What draws the tokens, for each kind of options."""
+        return chains_by_law(self.chain, block, anchor, drawing)
 
     def greedy_chain(self, block: Block, anchor: jax.Array, count: jax.Array) -> Drafts:
         """The first `count` drafts where every token is the likeliest one, the lowest id where several are."""

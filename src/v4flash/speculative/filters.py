@@ -28,7 +28,8 @@ from v4flash.errors import UsageError
 
 _INT32_MAX = np.iinfo(np.int32).max
 # Bits that one pass of a search settles. A GPU reads the row once for all trial cuts of a pass and pays for passes, a
-# CPU pays for sums.
+# CPU pays for sums. There passes are a loop, which compiles faster; a loop inside a captured graph may never end: the
+# driver's scheduler of conditionals (580.159) was seen to wait for good.
 _GPU_BITS = 4
 
 
@@ -151,20 +152,16 @@ def _ranked_once(logits, params):
     """Either top-k or top-p: one search, whose numbers say which."""
     logits = _wide(logits)
     weights, by_count = _weights(logits, params.temperature), _top_k_on(params, logits.shape[-1])
-    return _normalise(
-        _min_p(_narrowed(_order_code(logits), weights, params, by_count, unroll=True), params.min_p)
-    )
+    return _normalise(_min_p(_narrowed(_order_code(logits), weights, params, by_count), params.min_p))
 
 
 def _ranked_twice(logits, params):
-    """Top-k, then top-p; rare enough for a loop instead of its turns, which a step would carry along unused."""
+    """Top-k, then top-p over what it left."""
     logits = _wide(logits)
     order, weights = _order_code(logits), _weights(logits, params.temperature)
-
-    def filtered(number, weights):
-        return _narrowed(order, weights, params, number == 0, unroll=False)
-
-    return _normalise(_min_p(jax.lax.fori_loop(0, 2, filtered, weights), params.min_p))
+    for by_count in (True, False):
+        weights = _narrowed(order, weights, params, jnp.asarray(by_count))
+    return _normalise(_min_p(weights, params.min_p))
 
 
 # Bodies of `target_law`, each for one kind of options.
@@ -195,12 +192,12 @@ def _min_p(weights, min_p):
     return jnp.where(weights < min_p, 0, weights)
 
 
-def _narrowed(order, weights, params, by_count, *, unroll):
+def _narrowed(order, weights, params, by_count):
     """The weights [..., V] that top-k, where `by_count` (bool []), or top-p leaves, zero elsewhere."""
     # The first token alone weighs 1; a target above 0 keeps the prefix from being empty when top_p is 0.
     mass = jnp.maximum(params.top_p * jnp.sum(weights, axis=-1), jnp.finfo(weights.dtype).tiny)
     target = jnp.where(by_count, params.top_k.astype(weights.dtype), mass)
-    kept = _shortest_prefix(order, jnp.where(by_count, 1, weights), target, unroll=unroll)
+    kept = _shortest_prefix(order, jnp.where(by_count, 1, weights), target)
     return jnp.where(kept, weights, 0)
 
 
@@ -212,7 +209,7 @@ def _order_code(logits):
     return jnp.where(bits >= sign, ~bits, bits | sign)
 
 
-def _shortest_prefix(order, weights, target, *, unroll):
+def _shortest_prefix(order, weights, target):
     """Mask of the shortest ranked prefix that carries at least `target` weight.
 
     Sorting a whole vocabulary costs more than a hundred milliseconds on a small CPU. Instead the logit at
@@ -224,26 +221,25 @@ def _shortest_prefix(order, weights, target, *, unroll):
       order: unsigned [..., V], from `_order_code`.
       weights: float [..., V], non-negative.
       target: float [...] or [], above 0.
-      unroll: whether the search for the logit is no loop on a GPU, where a turn of one costs as much as a pass.
     """
     vocabulary = order.shape[-1]
-    cut = _largest_cut(order, jnp.iinfo(order.dtype).bits, weights, target, unroll)[..., None]
+    cut = _largest_cut(order, jnp.iinfo(order.dtype).bits, weights, target)[..., None]
     tied = order == cut
 
     def by_id():
         seat = vocabulary - jnp.arange(vocabulary, dtype=jnp.uint32)
         ahead = jnp.where(order > cut, np.uint32(vocabulary), jnp.where(tied, seat, np.uint32(0)))
         # A token above the cut outranks every tied one; the first id shares its seat and is needed anyway.
-        last = _largest_cut(ahead, vocabulary.bit_length(), weights, target, False)[..., None]
+        last = _largest_cut(ahead, vocabulary.bit_length(), weights, target)[..., None]
         return ahead >= jnp.maximum(last, 1)
 
     return jax.lax.cond(jnp.any(jnp.sum(tied, axis=-1) > 1), by_id, lambda: order >= cut)
 
 
-def _largest_cut(rank, bits, weights, target, unroll):
+def _largest_cut(rank, bits, weights, target):
     """Largest c [...] below 2**bits for which the weights of rank >= c still sum to `target`; 0 if none."""
     on_cpu = functools.partial(_search, bits=bits, width=1, unroll=False)
-    elsewhere = functools.partial(_search, bits=bits, width=_GPU_BITS, unroll=unroll)
+    elsewhere = functools.partial(_search, bits=bits, width=_GPU_BITS, unroll=True)
     return jax.lax.platform_dependent(rank, weights, target, cpu=on_cpu, default=elsewhere)
 
 

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from v4flash.model.drafter import Block, Model, picked_row
+from v4flash.model.drafter import Block, Drawing, Model
 from v4flash.speculative import depth, lookup
 from v4flash.speculative.depth import MAX_DRAFT
 from v4flash.speculative.filters import LAWS, UNRANKED, has_usable_logits, is_greedy, kind_of_law
@@ -82,9 +82,9 @@ class Drafting(NamedTuple):
 def draft(model: Model, stream: Stream, control: Control, limit: int, wanted: jax.Array) -> Drafting:
     """Drafts up to `wanted` (int32 []) of at most `limit` tokens behind the anchor; zeros, and no work, for none.
 
-    Where the depth is chosen in order, drawing ends in front of the first draft that would not be verified. The block
-    and its chain are two conditionals, none inside the other: a GPU starts a conditional's graph the later the more
-    nodes it holds, those of further conditionals included.
+    Where the depth is chosen in order, drawing may end in front of the first draft that would not be verified. The
+    block and its chain are two conditionals, none inside the other: a GPU starts a conditional's graph the later the
+    more nodes it holds, those of further conditionals included.
     """
     vocabulary, drafted = model.config.vocab_size, wanted > 0
     key, first = step_key(stream, control), stream.decode.length + 1
@@ -104,16 +104,10 @@ def draft(model: Model, stream: Stream, control: Control, limit: int, wanted: ja
         anyway = ~control.depth.adaptive | is_greedy(control.sampling) | (control.lookup.on & (j == 0))
         return (j < wanted) & (deeper | anyway)
 
-    def drawn(law: Callable) -> Drafting:
-        uniforms = uniform(key, first + jnp.arange(limit), Purpose.DRAFT, draws=(2,))
-
-        def draw(j: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-            found = law(logits, control.draft_sampling)
-            return invert(found, picked_row(uniforms, j)), found
-
-        drafts, laws = model.drafter.chain(block, stream.anchor, draw, is_drawn)
-        known = jnp.where(jnp.arange(limit) <= drafts.count, drafts.confidence, -jnp.inf)
-        return Drafting(drafts.ids, laws, known, drafts.count)
+    def drawn(chain: Callable) -> Drafting:
+        made = chain()
+        known = jnp.where(jnp.arange(limit) <= made.count, made.confidence, -jnp.inf)
+        return Drafting(made.ids, made.laws, known, made.count)
 
     def greedy() -> Drafting:
         drafts = model.drafter.greedy_chain(block, stream.anchor, wanted)
@@ -126,9 +120,13 @@ def draft(model: Model, stream: Stream, control: Control, limit: int, wanted: ja
             none, jnp.zeros((limit, vocabulary), dtype), jnp.full((limit,), -jnp.inf, dtype), wanted
         )
 
+    uniforms = uniform(key, first + jnp.arange(limit), Purpose.DRAFT, draws=(2,))
+    drawing = Drawing(control.draft_sampling, uniforms, LAWS[UNRANKED:], invert, is_drawn, wanted)
+    chains = model.drafter.drawn_chains(block, stream.anchor, drawing)
     # One branch around the whole chain: a conditional in a loop is started in every turn.
-    ways = [nothing, greedy, *[functools.partial(drawn, law) for law in LAWS[UNRANKED:]]]
-    kind = kind_of_law(control.draft_sampling, vocabulary)
+    ways = [nothing, greedy, *[functools.partial(drawn, chain) for chain in chains]]
+    # A drafter may have one chain for all kinds of options.
+    kind = jnp.minimum(kind_of_law(control.draft_sampling, vocabulary), len(chains))
     found = jax.lax.switch(jnp.where(drafted, 1 + kind, 0), ways)
     return found._replace(confidence=jax.nn.sigmoid(found.confidence))
 

@@ -14,7 +14,7 @@ TOKENS, ANCHOR = 4, jnp.int32(7)
 # Products of 16 terms summed in another order.
 TOLERANCE = 1e-5
 # (vocabulary, programs): slices of one tile, of several tiles, and a vocabulary that ends inside a slice.
-CHAINS = [(96, 132), (1000, 132), (1000, 3)]
+CHAINS = [(96, 132), (1000, 20), (1000, 3)]
 REFERENCE = jax.jit(reference.chain, static_argnums=0)
 
 
@@ -28,28 +28,70 @@ def operands(vocabulary: int, dtype=jnp.bfloat16):
     return noise(TOKENS, vocabulary) * 3, tables, jnp.asarray(random.uniform(size=(TOKENS, 2)), jnp.float32)
 
 
-def draws(uniforms):
-    return [
-        None,
-        Draw(jnp.float32(1.5), jnp.float32(0.01), uniforms),
-        Draw(jnp.float32(0), jnp.float32(0), uniforms),
-    ]
+# Top-k, top-p and min-p of drawn chains.
+FILTERS = {
+    "drawn": (0, 1.0, 0.0),
+    "min-p": (0, 1.0, 0.01),
+    "top-k": (5, 1.0, 0.0),
+    "top-k of one": (1, 1.0, 0.0),
+    "top-k of all": (5000, 1.0, 0.0),
+    "top-p": (0, 0.9, 0.0),
+    "top-p of one": (0, 0.0, 0.0),
+    "top-k and top-p": (20, 0.8, 0.02),
+}
 
 
-@pytest.mark.parametrize("vocabulary,programs", CHAINS)
-@pytest.mark.parametrize("how", [0, 1, 2], ids=["greedy", "drawn", "drawn at temperature 0"])
+def draw_of(how: str, uniforms) -> Draw | None:
+    if how == "greedy":
+        return None
+    top_k, top_p, min_p = FILTERS[how]
+    return Draw(jnp.float32(1.5), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(min_p), uniforms)
+
+
+# A token with filters has many rounds: those run on slices of many blocks, where most can go wrong.
+@pytest.mark.parametrize(
+    "vocabulary,programs,how",
+    [
+        *[(*chain, how) for chain in CHAINS for how in ("greedy", "drawn")],
+        *[(1000, 3, how) for how in FILTERS if how != "drawn"],
+    ],
+)
 def test_chain(vocabulary, programs, how):
     spec = ChainSpec(vocabulary, 16)
     base, tables, uniforms = operands(vocabulary)
-    draw = draws(uniforms)[how]
-    for count in (TOKENS, 1, 0) if how == 0 else (TOKENS,):
+    draw = draw_of(how, uniforms)
+    for count in (TOKENS, 1, 0) if how in ("greedy", "drawn") else (2,):
         wanted = jnp.int32(count)
-        expected_ids, expected_logits = REFERENCE(spec, base, ANCHOR, *tables, wanted, draw)
-        ids, logits, _ = fused.chain(
+        expected_ids, expected = REFERENCE(spec, base, ANCHOR, *tables, wanted, draw)
+        ids, by, _ = fused.chain(
             spec, base, ANCHOR, *tables, wanted, device_barrier.counters(1), draw, programs
         )
         np.testing.assert_array_equal(ids, expected_ids)
-        np.testing.assert_allclose(logits[:count], expected_logits[:count], rtol=TOLERANCE, atol=TOLERANCE)
+        np.testing.assert_allclose(by[:count], expected[:count], rtol=TOLERANCE, atol=TOLERANCE)
+        if draw is not None:
+            np.testing.assert_array_equal(by[:count] > 0, expected[:count] > 0)
+            np.testing.assert_array_equal(by[count:], 0)
+
+
+@pytest.mark.parametrize("top_k,top_p", [(40, 1.0), (0, 0.5), (400, 0.5)])
+def test_of_equal_tokens_the_lowest_ids_stay(top_k, top_p):
+    """Logits of three values, each of them a third of the vocabulary, across slices and blocks."""
+    vocabulary, programs = 1000, 3
+    spec = ChainSpec(vocabulary, 16)
+    base = jnp.broadcast_to(jnp.asarray([0.25, -0.0, 0.5])[jnp.arange(vocabulary) % 3], (2, vocabulary))
+    zero = jnp.zeros((vocabulary, 16))
+    draw = Draw(
+        jnp.float32(1.0), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(0),
+        jnp.asarray(np.random.default_rng(3).uniform(size=(2, 2)), jnp.float32),
+    )  # fmt: skip
+    wanted = jnp.int32(2)
+    expected_ids, expected = REFERENCE(spec, base, ANCHOR, zero, zero, wanted, draw)
+    ids, laws, _ = fused.chain(
+        spec, base, ANCHOR, zero, zero, wanted, device_barrier.counters(1), draw, programs
+    )
+    np.testing.assert_array_equal(laws > 0, expected > 0)
+    np.testing.assert_allclose(laws, expected, rtol=TOLERANCE)
+    np.testing.assert_array_equal(ids, expected_ids)
 
 
 def test_equal_logits_go_to_the_lower_id_forwards_and_backwards():
@@ -66,7 +108,7 @@ def test_equal_logits_go_to_the_lower_id_forwards_and_backwards():
 def test_ids_stay_inside_the_vocabulary_whatever_the_logits_are():
     spec = ChainSpec(96, 16)
     base, tables, uniforms = operands(96)
-    for draw in draws(uniforms):
+    for how in ("greedy", "drawn", "top-k and top-p"):
         ids, _, _ = fused.chain(
             spec,
             base.at[1].set(jnp.nan),
@@ -74,6 +116,6 @@ def test_ids_stay_inside_the_vocabulary_whatever_the_logits_are():
             *tables,
             jnp.int32(TOKENS),
             device_barrier.counters(1),
-            draw,
+            draw_of(how, uniforms),
         )
         assert np.all((np.asarray(ids) >= 0) & (np.asarray(ids) < 96))

@@ -44,7 +44,7 @@ def test_slices_cover_the_vocabulary(spec, drawn):
 def test_nothing_spills(drawn, capability):
     spec = specs.V4_FLASH
     table = array(spec.vocabulary, spec.rank, dtype=jnp.bfloat16)
-    draw = Draw(array(), array(), array(TOKENS, 2)) if drawn else None
+    draw = Draw(array(), array(dtype=jnp.int32), array(), array(), array(TOKENS, 2)) if drawn else None
 
     def chain(base, anchor, embed, head, count, counters, draw):
         return fused.chain(spec, base, anchor, embed, head, count, counters, draw)

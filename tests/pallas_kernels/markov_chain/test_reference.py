@@ -13,7 +13,7 @@ from pallas_kernels.markov_chain.reference import Draw
 from pallas_kernels.markov_chain.specs import SPECS, ChainSpec
 from v4flash.config import ModelConfig
 from v4flash.model.drafter import Block
-from v4flash.speculative.filters import SamplingParams
+from v4flash.speculative.filters import SamplingParams, target_law
 from v4flash.speculative.randomness import Purpose, seed_key, uniform
 from v4flash.speculative.rejection import propose
 
@@ -23,39 +23,67 @@ TOKENS, ANCHOR, FIRST = 5, jnp.int32(17), 100
 TOLERANCE = 1e-5
 
 
-@pytest.mark.parametrize("temperature,min_p", [(0.0, 0.0), (1.0, 0.0), (1.7, 0.2)])
-def test_tokens_and_logits_equal_the_drafters(temperature, min_p):
+OPTIONS = [
+    {},
+    {"temperature": 1.7, "min_p": 0.2},
+    {"top_k": 9},
+    {"temperature": 0.6, "top_p": 0.7},
+    {"top_k": 30, "top_p": 0.6, "min_p": 0.02},
+]
+
+
+def draw_of(params: SamplingParams, uniforms) -> Draw:
+    return Draw(params.temperature, params.top_k, params.top_p, params.min_p, uniforms)
+
+
+@pytest.mark.parametrize("options", [None, *OPTIONS], ids=str)
+def test_tokens_and_what_they_come_from_equal_the_drafters(options):
+    """Greedily (None) the logits, when drawn the laws."""
     toy = toy_models.toy("v4")
     config, drafter = toy.config, toy.model.drafter
-    params, key = SamplingParams.make(temperature=temperature, min_p=min_p), seed_key(5)
+    params = SamplingParams.make(**({"temperature": 0.0} if options is None else options))
+    key = seed_key(5)
     base = jnp.asarray(np.random.default_rng(0).normal(size=(TOKENS, config.vocab_size)).astype(np.float32))
 
     def draw(j, logits):
-        return propose(logits, params, key, FIRST + j).token, None
+        return propose(logits, params, key, FIRST + j).token, target_law(logits, params)
 
     def by_the_model(base):
         block = Block(jnp.zeros((TOKENS, config.hidden_size)), base, [], [])
-        drafts = drafter.chain(block, ANCHOR, draw)[0]
-        return drafts.ids, drafts.logits
+        drafts, laws = drafter.chain(block, ANCHOR, draw)
+        return drafts.ids, drafts.logits if options is None else laws
 
-    expected_ids, expected_logits = jax.jit(by_the_model)(base)
+    expected_ids, expected = jax.jit(by_the_model)(base)
     markov = drafter.stages[-1].markov_head
     uniforms = uniform(key, FIRST + jnp.arange(TOKENS), Purpose.DRAFT, draws=(2,))
-    found, logits = jax.jit(reference.chain, static_argnums=0)(
+    found, by = jax.jit(reference.chain, static_argnums=0)(
         ChainSpec(config.vocab_size, config.draft.markov_rank), base, ANCHOR, markov.embed[...],
-        markov.head[...], jnp.int32(TOKENS), Draw(params.temperature, params.min_p, uniforms),
+        markov.head[...], jnp.int32(TOKENS), None if options is None else draw_of(params, uniforms),
     )  # fmt: skip
     np.testing.assert_array_equal(found, expected_ids)
-    np.testing.assert_allclose(logits, expected_logits, rtol=TOLERANCE, atol=TOLERANCE)
+    np.testing.assert_allclose(by, expected, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("values", [3, 1000])
+def test_weights_are_the_sampling_law(options, values):
+    """Also where most logits are equal, so that ids decide which of them stay."""
+    random = np.random.default_rng(values)
+    logits = jnp.asarray(random.integers(0, values, size=50).astype(np.float32)) / values * 4
+    params = SamplingParams.make(**options)
+    found = reference.weights(logits, draw_of(params, None))
+    np.testing.assert_allclose(found / found.sum(), target_law(logits, params), rtol=TOLERANCE)
 
 
 def test_draws_follow_the_law():
     spec, draws = ChainSpec(40, 2), 4000
     logits = jnp.asarray(np.random.default_rng(1).normal(size=40).astype(np.float32)) * 2
-    draw = Draw(jnp.float32(1.3), jnp.float32(0.05), jnp.zeros((1, 2)))
+    masses = reference.weights(
+        logits, draw_of(SamplingParams.make(temperature=1.3, top_p=0.95, min_p=0.05), None)
+    )
     uniforms = jax.random.uniform(jax.random.key(2), (draws, 2))
-    tokens = jax.jit(jax.vmap(lambda pair: reference.drawn(spec, logits, draw, pair)))(uniforms)
-    law = np.asarray(reference.weights(logits, draw))
+    tokens = jax.jit(jax.vmap(lambda pair: reference.drawn(spec, masses, pair)))(uniforms)
+    law = np.asarray(masses)
     law = law / law.sum()
     counts = np.bincount(tokens, minlength=40)
     assert not np.any(counts[law == 0])

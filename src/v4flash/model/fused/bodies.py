@@ -31,6 +31,7 @@ from pallas_kernels.key_rows import reference as key_rows
 from pallas_kernels.key_rows.reference import Caches, Compressor, LatentIndex, Rows
 from pallas_kernels.key_rows.specs import PoolSpec, RowSpec
 from pallas_kernels.markov_chain import reference as markov_chain
+from pallas_kernels.markov_chain.reference import Draw
 from pallas_kernels.markov_chain.specs import ChainSpec
 from pallas_kernels.router import reference as routing
 from pallas_kernels.router.reference import Gate
@@ -209,10 +210,17 @@ class ReferenceBodies:
         return engram.merge(spec, streams, partials, q_weight, k_weight)
 
     def chain(
-        self, spec: ChainSpec, base: jax.Array, anchor: jax.Array, embed: jax.Array, head: jax.Array, count
+        self,
+        spec: ChainSpec,
+        base: jax.Array,
+        anchor: jax.Array,
+        embed: jax.Array,
+        head: jax.Array,
+        count: jax.Array,
+        draw: Draw | None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Ids [K] of the drafter's greedy Markov chain, and the logits [K, V] they were chosen by."""
-        return markov_chain.chain(spec, base, anchor, embed, head, count)
+        """Ids [K] of the drafter's Markov chain, and the logits, or where it draws the laws, [K, V] they come from."""
+        return markov_chain.chain(spec, base, anchor, embed, head, count, draw)
 
 
 class FusedBodies(ReferenceBodies):
@@ -350,9 +358,11 @@ class FusedBodies(ReferenceBodies):
     def remember(self, spec, streams, partials, q_weight, k_weight, coefficients, output):
         return self._engram.merge(spec, streams, partials, q_weight, k_weight, coefficients, output)
 
-    def chain(self, spec, base, anchor, embed, head, count):
-        ids, logits, self.counters = self._chain.chain(spec, base, anchor, embed, head, count, self.counters)
-        return ids, logits
+    def chain(self, spec, base, anchor, embed, head, count, draw):
+        ids, by, self.counters = self._chain.chain(
+            spec, base, anchor, embed, head, count, self.counters, draw
+        )
+        return ids, by
 
     def logits(self, x, head):
         return self._head.logits_argmax(x, head, logits=True)[2]

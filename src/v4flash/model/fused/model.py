@@ -16,11 +16,12 @@ from pallas_kernels.experts.tiers import Kept
 from pallas_kernels.hyper_connections import reference as boundaries
 from pallas_kernels.hyper_connections.reference import Output
 from pallas_kernels.key_rows.reference import Caches, Rows
+from pallas_kernels.markov_chain.reference import Draw
 from pallas_kernels.rows import Columns
 from pallas_kernels.tiles import PackedMatrix
 from v4flash.config import ModelConfig
 from v4flash.model.backbone import TrunkOutput
-from v4flash.model.drafter import Block, Drafts, drawn_chain
+from v4flash.model.drafter import Block, Drafts, Drawing, Drawn, drawn_chain
 from v4flash.model.engram import multipliers, table_primes
 from v4flash.model.fused import layer as layers
 from v4flash.model.fused import specs
@@ -207,7 +208,7 @@ class FusedDrafter:
     def chain(
         self, block: Block, anchor: jax.Array, draw: Callable, wanted: Callable | None = None
     ) -> tuple[Drafts, Any]:
-        """Draws the tokens one after another, as `Drafter.chain` does."""
+        """Draws the tokens one after another by any rule, as `Drafter.chain` does; a step has better ways."""
 
         def bias(embedded: jax.Array) -> jax.Array:
             return self.numerics.exact_product("r,vr->v", embedded, self.packed.markov_head)
@@ -216,15 +217,25 @@ class FusedDrafter:
 
     def greedy_chain(self, block: Block, anchor: jax.Array, count: jax.Array) -> Drafts:
         """The likeliest tokens, as `Drafter.greedy_chain`; rows behind `count` hold id 0."""
+        return Drafts(*self._chain(block, anchor, count, None))
+
+    def drawn_chains(self, block: Block, anchor: jax.Array, drawing: Drawing) -> list[Callable[[], Drawn]]:
+        """What draws the tokens: one launch for all kinds of options, which draws all that are wanted."""
+        options = drawing.sampling
+        draw = Draw(options.temperature, options.top_k, options.top_p, options.min_p, drawing.uniforms)
+        return [lambda: Drawn(*self._chain(block, anchor, drawing.count, draw))]
+
+    def _chain(self, block: Block, anchor: jax.Array, count: jax.Array, draw: Draw | None) -> tuple:
+        """Ids, what they were chosen by, confidences and count, as in Drafts and Drawn."""
         packed, spec = self.packed, specs.chain_spec(self.config)
         ops = self.bodies(self.config, self.numerics, ROWS)
         with jax.named_scope("markov_chain"):
-            ids, logits = ops.chain(
-                spec, block.base_logits, anchor, packed.markov_embed, packed.markov_head, count
+            ids, by = ops.chain(
+                spec, block.base_logits, anchor, packed.markov_embed, packed.markov_head, count, draw
             )
             before = self._embedded(jnp.concatenate([anchor[None], ids[:-1]]))
             confidence = self._confidence(block.hidden, before)
-            return Drafts(ids, logits, confidence, jnp.clip(count, 0, ids.shape[0]))
+            return ids, by, confidence, jnp.clip(count, 0, ids.shape[0])
 
     def _embedded(self, tokens: jax.Array) -> jax.Array:
         """Markov embeddings float32 [..., rank] of tokens [...]."""
