@@ -103,8 +103,8 @@ class Programs:
             for own, kept in ((self.params, self.empty), (without_cold(self.params), None))
         ]
         with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
-            options = compiler_options.here(host_memory=True)
-            compiled = pool.map(lambda program: program.compile(compiler_options=options), lowered)
+            options = [compiler_options.here(program, host_memory=True) for program in lowered]
+            compiled = pool.map(lambda program, own: program.compile(compiler_options=own), lowered, options)
             self.tiered, self.resident = compiled
         say(f"{self.bodies.__name__}: two programs compiled in {time.perf_counter() - started:.0f} s")
 

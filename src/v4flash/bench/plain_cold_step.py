@@ -130,8 +130,9 @@ class _Bench:
             )
         ]
         with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
-            options = compiler_options.here()
-            compiled = pool.map(lambda program: program.compile(compiler_options=options), lowered)
+            compiled = pool.map(
+                lambda program: program.compile(compiler_options=compiler_options.here(program)), lowered
+            )
             self.programs = dict(zip(("tiered", "resident"), compiled, strict=True))
         self.control, self.stream = control, real_step.noisy(stream)
         self.say(f"plain modules: two programs compiled in {time.perf_counter() - started:.0f} s")

@@ -157,7 +157,8 @@ def copy_bandwidth() -> float:
             x = jax.lax.optimization_barrier(x + 1)
         return x
 
-    copies = jax.jit(chain).lower(source).compile(compiler_options=compiler_options.here())
+    lowered = jax.jit(chain).lower(source)
+    copies = lowered.compile(compiler_options=compiler_options.here(lowered))
     copies(source).block_until_ready()
     return 2 * source.nbytes * _COPIES / median_seconds(lambda: copies(source), 7)
 
@@ -242,7 +243,7 @@ class StepProgram:
         lowered = jax.jit(step_in_place(step), donate_argnums=(1, 3), keep_unused=True).lower(
             self.params, stream, control, made
         )
-        self._compiled = lowered.compile(compiler_options=compiler_options.here())
+        self._compiled = lowered.compile(compiler_options=compiler_options.here(lowered))
         self._spent = self.place(jax.device_put(made))
 
     def run(self, params: Any, stream: Stream, control: Control) -> tuple[Stream, Made]:

@@ -155,12 +155,12 @@ class _Bench:
             return step
 
         cut, _ = self.side.runner().pin(
-            "bench", step_of(graphdef), (self.params, *arguments), None, 1, (), None
+            "bench", step_of(graphdef), (self.params, *arguments), None, (1,), (), None
         )
         whole = jax.jit(step_of(plain), donate_argnums=1).lower(self.resident, *arguments)
         self.programs = {
             "tiered": (cut, self.params),
-            "resident": (whole.compile(compiler_options=compiler_options.here()), self.resident),
+            "resident": (whole.compile(compiler_options=compiler_options.here(whole)), self.resident),
         }
         self.kinds = next(
             tuple((var.aval.shape, var.aval.dtype) for var in piece.exchange.sent)

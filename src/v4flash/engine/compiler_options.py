@@ -1,36 +1,48 @@
 """How XLA is asked to compile the pinned programs.
 
-Knows: options of the GPU compiler that keep a step one captured graph. Does not know: programs.
+Knows: options of the GPU compiler that keep a step one captured graph, and when control flow may not be part of one.
+Does not know: programs.
 """
 
 import jax
+from jaxlib.mlir import ir
 
-# Loops belong to the captured graph as branches do, and so does what stands alone between them: whatever is left
-# out is launched by the host, which waits for the device to learn where a loop ends.
-_CAPTURED = (
-    "FUSION",
-    "CUBLAS",
-    "CUBLASLT",
-    "CUSTOM_CALL",
-    "CUDNN",
-    "DYNAMIC_SLICE_FUSION",
-    "CONDITIONAL",
-    "WHILE",
-)
-GPU_OPTIONS = {"xla_gpu_enable_command_buffer": ",".join(_CAPTURED), "xla_gpu_graph_min_graph_size": 1}
-
+_CAPTURED = ("FUSION", "CUBLAS", "CUBLASLT", "CUSTOM_CALL", "CUDNN", "DYNAMIC_SLICE_FUSION")
+# Branches belong to the captured graph, and so does what stands alone between them: whatever is left out is launched by
+# the host, which waits for the device to learn which branch is taken. Not so where a program has loops: the driver's
+# scheduler of conditional nodes (580.159) sometimes never comes back from a loop inside a branch.
+_BRANCHES = ("CONDITIONAL",)
+_LOOP = "stablehlo.while"
 
 # Without a limit that arguments in the host's memory would seem to exceed: beyond it values are computed twice.
 _WITH_HOST_MEMORY = {"xla_disable_hlo_passes": "rematerialization"}
 
 
-def of(platform: str, *, host_memory: bool = False) -> dict[str, str | int]:
-    """The options for devices of a platform, as JAX names it; `host_memory`: some arguments lie in the host's."""
+def of(lowered: jax.stages.Lowered, platform: str, *, host_memory: bool = False) -> dict[str, str | int]:
+    """The options for a program and devices of a platform, as JAX names it.
+
+    Args: host_memory, whether some arguments lie in the host's.
+    """
     if platform != "gpu":
         return {}
-    return GPU_OPTIONS | (_WITH_HOST_MEMORY if host_memory else {})
+    captured = _CAPTURED if _has_loops(lowered) else _CAPTURED + _BRANCHES
+    options = {"xla_gpu_enable_command_buffer": ",".join(captured), "xla_gpu_graph_min_graph_size": 1}
+    return options | (_WITH_HOST_MEMORY if host_memory else {})
 
 
-def here(*, host_memory: bool = False) -> dict[str, str | int]:
-    """The options for the default device."""
-    return of(jax.default_backend(), host_memory=host_memory)
+def here(lowered: jax.stages.Lowered, *, host_memory: bool = False) -> dict[str, str | int]:
+    """The options for a program on the default device."""
+    return of(lowered, jax.default_backend(), host_memory=host_memory)
+
+
+def _has_loops(lowered: jax.stages.Lowered) -> bool:
+    found = []
+
+    def look(operation: ir.Operation) -> ir.WalkResult:
+        if operation.name != _LOOP:
+            return ir.WalkResult.ADVANCE
+        found.append(operation.name)
+        return ir.WalkResult.INTERRUPT
+
+    lowered.compiler_ir("stablehlo").operation.walk(look)
+    return bool(found)

@@ -316,7 +316,8 @@ def executable(
     lowered = jax.jit(function, donate_argnums=donated, keep_unused=True).trace(*abstract).lower()
     kinds = {getattr(leaf.sharding, "memory_kind", None) for leaf in jax.tree.leaves(abstract)}
     outside = not kinds.isdisjoint(MEMORIES)
-    compiled = lowered.compile(compiler_options=compiler_options.of(devices[0].platform, host_memory=outside))
+    options = compiler_options.of(lowered, devices[0].platform, host_memory=outside)
+    compiled = lowered.compile(compiler_options=options)
     if file:
         _store(file, compiled)
     return compiled, False
@@ -346,7 +347,6 @@ def _cache_key(facts: tuple[str, ...], arguments: tuple, device: jax.Device) -> 
     parts = [
         jax.__version__, jaxlib.__version__, flax.__version__, device.platform, device.device_kind,
         device.client.platform_version, _processor(), *facts, repr(leaves),
-        repr(compiler_options.of(device.platform)),
         os.environ.get("XLA_FLAGS", ""), os.environ.get("LIBTPU_INIT_ARGS", ""), _source_digest(),
     ]  # fmt: skip
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:24]
@@ -368,7 +368,8 @@ def _source_digest() -> str:
     """Digest of the files whose functions and tile choices are compiled; commands and text enter no program."""
     package, kernels = Path(v4flash.__file__).parent, Path(pallas_kernels.__file__).parent
     files = [package / "config.py", package / "state.py", Path(__file__)]
-    files += [package / "engine" / f"{name}.py" for name in ("steady_step", "peer_way", "sidecar_way")]
+    names = ("compiler_options", "steady_step", "peer_way", "sidecar_way")
+    files += [package / "engine" / f"{name}.py" for name in names]
     files += [*kernels.rglob("*.py"), *kernels.rglob("tuning/*.json")]
     for room in ("model", "placement", "speculative", "fidelity"):
         files += (package / room).rglob("*.py")

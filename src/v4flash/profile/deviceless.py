@@ -25,9 +25,8 @@ from pallas_kernels import launch
 from pallas_kernels.bench_case import tree_bytes
 from v4flash.checkpoint.inventory import abstract_model
 from v4flash.config import ModelConfig
-from v4flash.engine import peer_way
+from v4flash.engine import compiler_options, peer_way
 from v4flash.engine.backends import packed_shapes
-from v4flash.engine.compiler_options import GPU_OPTIONS
 from v4flash.engine.programs import Shapes, make_control, new_state, new_stream
 from v4flash.errors import CapacityError, UsageError
 from v4flash.model.experts import Experts
@@ -49,7 +48,7 @@ _NO_PLUGIN = (
     "nvidia-cuda-runtime nvidia-nvvm"
 )
 # Candidates for tiles are compiled one by one, yet without a GPU the first one wins: skip that.
-_OPTIONS = GPU_OPTIONS | {"xla_gpu_autotune_level": 0, "xla_dump_hlo_as_text": True}
+_OPTIONS = {"xla_gpu_autotune_level": 0, "xla_dump_hlo_as_text": True}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +119,8 @@ def compile_for(
         lap("trace")
         lowered = traced.lower()
         lap("lower")
-        compiled = lowered.compile(compiler_options=_OPTIONS | {"xla_dump_to": folder})
+        options = compiler_options.of(lowered, "gpu") | _OPTIONS | {"xla_dump_to": folder}
+        compiled = lowered.compile(compiler_options=options)
         lap("compile")
         thunks, names = _launches(Path(folder))
     memory = compiled.memory_analysis()
