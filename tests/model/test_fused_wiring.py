@@ -58,7 +58,12 @@ def drawn_block(model, block, anchor):
     sampling = SamplingParams.make(temperature=1.3)
     uniforms = jnp.asarray(np.random.default_rng(9).uniform(size=(BLOCK, 2)), jnp.float32)
     drawing = Drawing(
-        sampling, uniforms, LAWS[UNRANKED:], invert, lambda j, confidence: j < WANTED, jnp.int32(WANTED)
+        sampling,
+        lambda: uniforms,
+        LAWS[UNRANKED:],
+        invert,
+        lambda j, confidence: j < WANTED,
+        jnp.int32(WANTED),
     )
     made = model.drafter.drawn_chains(block, anchor, drawing)[0]()
     count = jnp.where(made.count == WANTED, WANTED, -1)

@@ -67,7 +67,7 @@ class Drawing:
 
     Attributes:
       sampling: temperature and filters, as `speculative.filters.SamplingParams`.
-      uniforms: float32 [K, 2] in [0, 1), two numbers for each row.
+      uniforms: () -> float32 [K, 2] in [0, 1), two numbers for each row; asked for where something is drawn.
       laws: (logits [V], sampling) -> law [V], one for each kind of options.
       draw: (law, two uniform numbers) -> token.
       wanted: as in `drawn_chain`; may end a chain early.
@@ -75,7 +75,7 @@ class Drawing:
     """
 
     sampling: Any
-    uniforms: jax.Array
+    uniforms: Callable[[], jax.Array]
     laws: Sequence[Callable]
     draw: Callable
     wanted: Callable
@@ -97,9 +97,11 @@ def chains_by_law(
     """What draws a block's tokens, for each kind of options; `chain` is `drawn_chain` of a drafter's own parts."""
 
     def by(law: Callable) -> Drawn:
+        uniforms = drawing.uniforms()
+
         def draw(j: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
             found = law(logits, drawing.sampling)
-            return drawing.draw(found, picked_row(drawing.uniforms, j)), found
+            return drawing.draw(found, picked_row(uniforms, j)), found
 
         drafts, laws = chain(block, anchor, draw, drawing.wanted)
         return Drawn(drafts.ids, laws, drafts.confidence, drafts.count)

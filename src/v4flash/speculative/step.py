@@ -120,7 +120,9 @@ def draft(model: Model, stream: Stream, control: Control, limit: int, wanted: ja
             none, jnp.zeros((limit, vocabulary), dtype), jnp.full((limit,), -jnp.inf, dtype), wanted
         )
 
-    uniforms = uniform(key, first + jnp.arange(limit), Purpose.DRAFT, draws=(2,))
+    def uniforms() -> jax.Array:
+        return uniform(key, first + jnp.arange(limit), Purpose.DRAFT, draws=(2,))
+
     drawing = Drawing(control.draft_sampling, uniforms, LAWS[UNRANKED:], invert, is_drawn, wanted)
     chains = model.drafter.drawn_chains(block, stream.anchor, drawing)
     # One branch around the whole chain: a conditional in a loop is started in every turn.

@@ -221,9 +221,13 @@ class FusedDrafter:
 
     def drawn_chains(self, block: Block, anchor: jax.Array, drawing: Drawing) -> list[Callable[[], Drawn]]:
         """What draws the tokens: one launch for all kinds of options, which draws all that are wanted."""
-        options = drawing.sampling
-        draw = Draw(options.temperature, options.top_k, options.top_p, options.min_p, drawing.uniforms)
-        return [lambda: Drawn(*self._chain(block, anchor, drawing.count, draw))]
+
+        def drawn() -> Drawn:
+            options = drawing.sampling
+            draw = Draw(options.temperature, options.top_k, options.top_p, options.min_p, drawing.uniforms())
+            return Drawn(*self._chain(block, anchor, drawing.count, draw))
+
+        return [drawn]
 
     def _chain(self, block: Block, anchor: jax.Array, count: jax.Array, draw: Draw | None) -> tuple:
         """Ids, what they were chosen by, confidences and count, as in Drafts and Drawn."""
