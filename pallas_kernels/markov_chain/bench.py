@@ -7,6 +7,7 @@ from pallas_kernels.bench_case import EXACT, SUMS, OperationCase, normal
 from pallas_kernels.markov_chain import reference
 from pallas_kernels.markov_chain.reference import Draw
 from pallas_kernels.markov_chain.specs import SPECS, ChainSpec
+from pallas_kernels.sampling_law.reference import Filters
 
 CALLS = 3
 TOKENS = {"v4-flash": 5, "v4.1-flash": 5, "demo": 5}
@@ -33,7 +34,8 @@ def _case(model: str, spec: ChainSpec, tokens: int, way: str) -> OperationCase:
         draw = None
         if way in FILTERS:
             top_k, top_p = FILTERS[way]
-            draw = Draw(jnp.float32(0.7), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(0.0), uniforms)
+            filters = Filters(jnp.float32(0.7), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(0.0))
+            draw = Draw(filters, uniforms)
         embed = normal(1, spec.vocabulary, spec.rank, dtype=jnp.bfloat16)
         base = normal(2, tokens, spec.vocabulary, scale=3.0)
         counters = device_barrier.counters(launches.COUNTER_LINES)

@@ -7,8 +7,10 @@ the arithmetic.
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import device_narrowing as narrowing
 from pallas_kernels import launch
-from pallas_kernels.markov_chain import kernels, narrowing
+from pallas_kernels.device_laws import PARTS
+from pallas_kernels.markov_chain import kernels
 from pallas_kernels.markov_chain.reference import Draw
 from pallas_kernels.markov_chain.specs import ChainSpec
 
@@ -65,11 +67,12 @@ def chain(
     tiles = layout(spec, programs or (GREEDY_PROGRAMS if draw is None else DRAWN_PROGRAMS))
     drawn = draw is not None
     if drawn:
-        numbers = (draw.temperature, draw.top_k, draw.top_p, draw.min_p)
+        filters = draw.filters
+        numbers = (filters.temperature, filters.top_k, filters.top_p, filters.min_p)
         options = [jnp.stack([number.astype(jnp.float32) for number in numbers]), draw.uniforms]
     else:
         options = [jnp.ones((4,), jnp.float32), jnp.zeros((1, 2), jnp.float32)]
-    rounds = (tokens * kernels.PARTS if drawn else tokens + 1) if launch.INTERPRETED else 1
+    rounds = (tokens * PARTS if drawn else tokens + 1) if launch.INTERPRETED else 1
     operands = [base, anchor.reshape(1), embed, head, count.reshape(1), *options, counters]
 
     def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:

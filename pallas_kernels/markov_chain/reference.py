@@ -15,39 +15,21 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.markov_chain.specs import ChainSpec
+from pallas_kernels.sampling_law.reference import Filters, weights
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """How tokens are drawn instead of taken greedily: temperature, then top-k, then top-p of what it left, then min-p.
+    """How tokens are drawn instead of taken greedily.
 
     Attributes:
-      temperature: float32 [], large enough to divide by (from 2^-126 on).
-      top_k: int32 [], this many of the likeliest tokens, of equal ones the lowest ids; 0, and from V on, is off.
-      top_p: float32 [], as few of the likeliest tokens as carry this share, at least one; 1 is off.
-      min_p: float32 [], tokens less likely than this fraction of the likeliest are never drawn; 0 is off.
+      filters: what makes the law of a token of its logits.
       uniforms: float32 [K, 2] in [0, 1): the first picks a block of tokens, the second one of its tokens.
     """
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
+    filters: Filters
     uniforms: jax.Array
-
-
-def weights(logits: jax.Array, draw: Draw) -> jax.Array:
-    """Unnormalised probabilities [V] of logits [V] behind all filters, 1 for the likeliest token."""
-    vocabulary = logits.shape[0]
-    made = jnp.exp((logits - jnp.max(logits)) / draw.temperature)
-    ranked = jnp.argsort(-logits, stable=True)
-    rank = jnp.zeros((vocabulary,), jnp.int32).at[ranked].set(jnp.arange(vocabulary, dtype=jnp.int32))
-    made = jnp.where((draw.top_k > 0) & (rank >= draw.top_k), 0.0, made)
-    running = jnp.cumsum(made[ranked])
-    before = jnp.concatenate([jnp.zeros((1,)), running[:-1]])[rank]
-    made = jnp.where((draw.top_p < 1) & (rank > 0) & (before >= draw.top_p * running[-1]), 0.0, made)
-    return jnp.where(made < draw.min_p, 0.0, made)
 
 
 def first_past(masses: jax.Array, level: jax.Array) -> jax.Array:
@@ -97,7 +79,7 @@ def chain(
         if draw is None:
             token = jnp.argmax(by).astype(jnp.int32)
         else:
-            masses = weights(by, draw)
+            masses = weights(by, draw.filters)
             token, by = drawn(spec, masses, uniforms), masses / jnp.sum(masses)
         wanted = j < count
         return token, (jnp.where(wanted, token, 0), jnp.where(wanted, by, 0.0))

@@ -298,7 +298,13 @@ class Drafter(nnx.Module):
 
 
 class Model(nnx.Module):
-    """Target and drafter of one checkpoint; `routed` makes the target's routed experts (the drafter's are few)."""
+    """Target and drafter of one checkpoint; `routed` makes the target's routed experts (the drafter's are few).
+
+    Attributes:
+      sampling_laws: None, for it has no way of its own from logits to laws.
+    """
+
+    sampling_laws = None
 
     def __init__(self, config: ModelConfig, numerics: Numerics, routed: RoutedExperts = Experts):
         self.config, self.numerics = config, numerics

@@ -208,6 +208,7 @@ def verify(
     key_data,
     first_position,
     rule: Callable[..., Verdict] = verify_tokenwise,
+    laws: Callable | None = None,
 ) -> Verdict:
     """Judge one block of drafts: greedily at temperature 0, else by `rule`; both live in one program.
 
@@ -223,6 +224,8 @@ def verify(
       first_position: int [], absolute position of the first drafted token.
       rule: `verify_tokenwise`, `verify_blockwise`, or a choice between them by `rule_of`. The block-wise rule
         wants a `randomness.round_key`, here and in `propose`.
+      laws: (logits [T, V], params) -> float [T, V], a model's own way to what `target_law` says above temperature 0;
+        None takes the bodies of filters.py.
     """
     k = draft_ids.shape[0]
     kind = kind_of_law(params, target_logits.shape[-1])
@@ -231,8 +234,12 @@ def verify(
         return verify_greedy(draft_ids, target_logits, live_drafts)
 
     def sampled():
-        ways = [functools.partial(law, target_logits[: k + 1], params) for law in LAWS[UNRANKED:]]
-        target_probs = jax.lax.switch(kind - UNRANKED, ways)
+        rows = target_logits[: k + 1]
+        if laws is None:
+            ways = [functools.partial(law, rows, params) for law in LAWS[UNRANKED:]]
+            target_probs = jax.lax.switch(kind - UNRANKED, ways)
+        else:
+            target_probs = laws(rows, params)
         positions = first_position + jnp.arange(k + 1)
         coins = uniform(key_data, positions[:k], Purpose.ACCEPT, dtype=target_probs.dtype)
         redraws = uniform(key_data, positions, Purpose.RESAMPLE, draws=(2,), dtype=target_probs.dtype)

@@ -205,7 +205,17 @@ def speculative_step(
 
     with jax.named_scope("reject"):
         key, rule = step_key(stream, control), rule_of(control.blockwise)
-        verdict = verify(plan.ids, plan.laws, logits, plan.live, control.sampling, key, start + 1, rule)
+        verdict = verify(
+            plan.ids,
+            plan.laws,
+            logits,
+            plan.live,
+            control.sampling,
+            key,
+            start + 1,
+            rule,
+            model.sampling_laws,
+        )
         ids, emitted, finish, repeats = emission(stream, control, plan.ids, verdict)
 
     with jax.named_scope("commit"):
@@ -309,7 +319,15 @@ def prefill(
     last = jax.lax.dynamic_slice_in_dim(trunk.hidden, jnp.maximum(count - 1, 0), 1)
     logits = model.backbone.logits(last)
     none = jnp.zeros((0,), jnp.int32), jnp.zeros((0, model.config.vocab_size), jnp.float32)
-    verdict = verify(*none, logits, jnp.int32(0), control.sampling, control.key, written.length)
+    verdict = verify(
+        *none,
+        logits,
+        jnp.int32(0),
+        control.sampling,
+        control.key,
+        written.length,
+        laws=model.sampling_laws,
+    )
     return written, verdict.token, has_usable_logits(logits)[0]
 
 

@@ -9,6 +9,7 @@ from pallas_kernels import device_barrier
 from pallas_kernels.markov_chain import fused, reference
 from pallas_kernels.markov_chain.reference import Draw
 from pallas_kernels.markov_chain.specs import ChainSpec
+from pallas_kernels.sampling_law.reference import Filters
 
 TOKENS, ANCHOR = 4, jnp.int32(7)
 # Products of 16 terms summed in another order.
@@ -45,7 +46,7 @@ def draw_of(how: str, uniforms) -> Draw | None:
     if how == "greedy":
         return None
     top_k, top_p, min_p = FILTERS[how]
-    return Draw(jnp.float32(1.5), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(min_p), uniforms)
+    return Draw(Filters(jnp.float32(1.5), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(min_p)), uniforms)
 
 
 # A token with filters has many rounds: those run on slices of many blocks, where most can go wrong.
@@ -81,7 +82,7 @@ def test_of_equal_tokens_the_lowest_ids_stay(top_k, top_p):
     base = jnp.broadcast_to(jnp.asarray([0.25, -0.0, 0.5])[jnp.arange(vocabulary) % 3], (2, vocabulary))
     zero = jnp.zeros((vocabulary, 16))
     draw = Draw(
-        jnp.float32(1.0), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(0),
+        Filters(jnp.float32(1.0), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(0)),
         jnp.asarray(np.random.default_rng(3).uniform(size=(2, 2)), jnp.float32),
     )  # fmt: skip
     wanted = jnp.int32(2)

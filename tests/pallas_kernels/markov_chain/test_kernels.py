@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels.markov_chain import fused, specs
 from pallas_kernels.markov_chain.reference import Draw
+from pallas_kernels.sampling_law.reference import Filters
 
 TOKENS = 7
 PROCESSORS, REGISTERS = 132, 65536
@@ -44,7 +45,8 @@ def test_slices_cover_the_vocabulary(spec, drawn):
 def test_nothing_spills(drawn, capability):
     spec = specs.V4_FLASH
     table = array(spec.vocabulary, spec.rank, dtype=jnp.bfloat16)
-    draw = Draw(array(), array(dtype=jnp.int32), array(), array(), array(TOKENS, 2)) if drawn else None
+    filters = Filters(array(), array(dtype=jnp.int32), array(), array())
+    draw = Draw(filters, array(TOKENS, 2)) if drawn else None
 
     def chain(base, anchor, embed, head, count, counters, draw):
         return fused.chain(spec, base, anchor, embed, head, count, counters, draw)

@@ -11,6 +11,7 @@ import toy_models
 from pallas_kernels.markov_chain import reference
 from pallas_kernels.markov_chain.reference import Draw
 from pallas_kernels.markov_chain.specs import SPECS, ChainSpec
+from pallas_kernels.sampling_law.reference import Filters, weights
 from v4flash.config import ModelConfig
 from v4flash.model.drafter import Block
 from v4flash.speculative.filters import SamplingParams, target_law
@@ -33,7 +34,7 @@ OPTIONS = [
 
 
 def draw_of(params: SamplingParams, uniforms) -> Draw:
-    return Draw(params.temperature, params.top_k, params.top_p, params.min_p, uniforms)
+    return Draw(Filters.of(params), uniforms)
 
 
 @pytest.mark.parametrize("options", [None, *OPTIONS], ids=str)
@@ -71,16 +72,14 @@ def test_weights_are_the_sampling_law(options, values):
     random = np.random.default_rng(values)
     logits = jnp.asarray(random.integers(0, values, size=50).astype(np.float32)) / values * 4
     params = SamplingParams.make(**options)
-    found = reference.weights(logits, draw_of(params, None))
+    found = weights(logits, Filters.of(params))
     np.testing.assert_allclose(found / found.sum(), target_law(logits, params), rtol=TOLERANCE)
 
 
 def test_draws_follow_the_law():
     spec, draws = ChainSpec(40, 2), 4000
     logits = jnp.asarray(np.random.default_rng(1).normal(size=40).astype(np.float32)) * 2
-    masses = reference.weights(
-        logits, draw_of(SamplingParams.make(temperature=1.3, top_p=0.95, min_p=0.05), None)
-    )
+    masses = weights(logits, Filters.of(SamplingParams.make(temperature=1.3, top_p=0.95, min_p=0.05)))
     uniforms = jax.random.uniform(jax.random.key(2), (draws, 2))
     tokens = jax.jit(jax.vmap(lambda pair: reference.drawn(spec, masses, pair)))(uniforms)
     law = np.asarray(masses)

@@ -37,6 +37,8 @@ from pallas_kernels.router import reference as routing
 from pallas_kernels.router.reference import Gate
 from pallas_kernels.router.specs import RouterSpec
 from pallas_kernels.rows import Columns
+from pallas_kernels.sampling_law import reference as sampling_law
+from pallas_kernels.sampling_law.reference import Filters
 from pallas_kernels.tiles import PackedMatrix
 from v4flash.config import ModelConfig
 from v4flash.model.fused import specs
@@ -222,6 +224,10 @@ class ReferenceBodies:
         """Ids [K] of the drafter's Markov chain, and the logits, or where it draws the laws, [K, V] they come from."""
         return markov_chain.chain(spec, base, anchor, embed, head, count, draw)
 
+    def sampling_laws(self, logits: jax.Array, filters: Filters) -> jax.Array:
+        """The laws [R, V] of rows of logits."""
+        return sampling_law.laws(logits, filters)
+
 
 class FusedBodies(ReferenceBodies):
     """One or two launches an operation; see the operations' folders for their pictures."""
@@ -242,12 +248,13 @@ class FusedBodies(ReferenceBodies):
         from pallas_kernels.key_rows import fused as row_launches
         from pallas_kernels.markov_chain import fused as chain_launches
         from pallas_kernels.router import fused as router_launches
+        from pallas_kernels.sampling_law import fused as law_launches
 
         super().__init__(config, numerics, rows)
         self._attention, self._dense, self._experts = attention_kernels, dense_launches, expert_launches
         self._head, self._boundaries, self._index = head_launches, boundary_launches, index_launches
         self._rows, self._router, self._chain = row_launches, router_launches, chain_launches
-        self._engram, self._tiered = engram_launches, tiered_launches
+        self._engram, self._tiered, self._laws = engram_launches, tiered_launches, law_launches
         self._attention_input, self._attention_output = input_launches, output_launches
         lines = (
             attention_kernels.counter_lines(rows, specs.attention_spec(config, numerics)),
@@ -257,6 +264,7 @@ class FusedBodies(ReferenceBodies):
             row_launches.COUNTER_LINES,
             output_launches.counter_lines(config.o_groups * config.o_lora_rank, self.round_block),
             chain_launches.COUNTER_LINES,
+            law_launches.COUNTER_LINES,
         )
         self.counters = device_barrier.counters(max(lines))
 
@@ -363,6 +371,10 @@ class FusedBodies(ReferenceBodies):
             spec, base, anchor, embed, head, count, self.counters, draw
         )
         return ids, by
+
+    def sampling_laws(self, logits, filters):
+        made, self.counters = self._laws.laws(logits, filters, self.counters)
+        return made
 
     def logits(self, x, head):
         return self._head.logits_argmax(x, head, logits=True)[2]

@@ -18,6 +18,7 @@ from pallas_kernels.hyper_connections.reference import Output
 from pallas_kernels.key_rows.reference import Caches, Rows
 from pallas_kernels.markov_chain.reference import Draw
 from pallas_kernels.rows import Columns
+from pallas_kernels.sampling_law.reference import Filters
 from pallas_kernels.tiles import PackedMatrix
 from v4flash.config import ModelConfig
 from v4flash.model.backbone import TrunkOutput
@@ -223,8 +224,7 @@ class FusedDrafter:
         """What draws the tokens: one launch for all kinds of options, which draws all that are wanted."""
 
         def drawn() -> Drawn:
-            options = drawing.sampling
-            draw = Draw(options.temperature, options.top_k, options.top_p, options.min_p, drawing.uniforms())
+            draw = Draw(Filters.of(drawing.sampling), drawing.uniforms())
             return Drawn(*self._chain(block, anchor, drawing.count, draw))
 
         return [drawn]
@@ -270,3 +270,8 @@ class FusedModel:
         self.config, self.numerics = config, numerics
         self.backbone = FusedBackbone(config, numerics, packed, bodies, kept)
         self.drafter = FusedDrafter(config, numerics, packed, bodies) if packed.stages else None
+        self.bodies = bodies
+
+    def sampling_laws(self, logits: jax.Array, sampling: Any) -> jax.Array:
+        """The laws [R, V] that sampling options above temperature 0 make of up to ROWS rows of logits."""
+        return self.bodies(self.config, self.numerics, ROWS).sampling_laws(logits, Filters.of(sampling))

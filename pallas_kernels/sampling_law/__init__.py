@@ -1,0 +1,1 @@
+"""The law of the next token after temperature and filters, for the rows of a pass."""
