@@ -23,6 +23,7 @@ OPERATIONS = (
     "index_selection",
     "engram",
     "markov_chain",
+    "sampling_law",
 )
 
 

@@ -193,7 +193,7 @@ def test_programs_of_other_bodies_are_cached_apart(monkeypatch):
         programs.build(
             model.graphdef, model.params, model.config, model.numerics, FUSED_SHAPES, None, bodies=bodies
         )
-    assert len(seen) == 6 and len(set(seen)) == 3
+    assert len(seen) == 9 and len(set(seen)) == 3
 
 
 @pytest.fixture
