@@ -81,7 +81,7 @@ class TargetPass:
             run,
             (self._params, decode, jnp.zeros((chunk,), jnp.int32), jnp.zeros((), jnp.int32)),
             (decode, dict.fromkeys(names, 0)),
-            1,
+            (1,),
             (repr(loaded.config), repr(loaded.numerics), repr((chunk, context, streams))),
             cache,
         )

@@ -39,7 +39,7 @@ class TextPasses:
             run,
             (model.params, decode, tokens, count),
             (decode, 0),
-            1,
+            (1,),
             (model.backend, repr(model.config), repr(model.numerics), repr(model.programs.shapes)),
             cache,
         )
