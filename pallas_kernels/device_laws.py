@@ -3,7 +3,7 @@
 Knows: the order of temperature, top-k, top-p and min-p, and the parts of that between which programs meet. Does not
 know: the search for a cut (device_narrowing.py), or what a law is for.
 
-    part 0                    whoever makes the logits: the largest of each program's
+    part 0                    whoever has the logits: the largest of each program's
     1 to PASSES + 1           top-k: passes, then the tokens at the cut
     as many again             top-p
     then                      the masses of blocks of the vocabulary
@@ -30,19 +30,17 @@ from pallas_kernels.device_narrowing import (
     valued,
 )
 
-NO_TOKEN = tl.constexpr(2147483647)
 _PASSES = tl.constexpr(PASSES)
 PARTS = 2 * (PASSES + 1) + 3
 
 
 @triton.jit
-def likeliest(row, tops, top_ids, G: tl.constexpr, GP: tl.constexpr):
-    """(largest logit, its lowest id) over all slices."""
+def largest_of(row, tops, G: tl.constexpr, GP: tl.constexpr):
+    """The largest logit over all slices."""
     each = tl.arange(0, GP)
-    top = tl.load(tops + row * G + each, mask=each < G, other=float("-inf"), cache_modifier=".cg")
-    ids = tl.load(top_ids + row * G + each, mask=each < G, other=NO_TOKEN, cache_modifier=".cg")
-    largest = tl.max(top, axis=0)
-    return largest, tl.min(tl.where(top == largest, ids, NO_TOKEN), axis=0)
+    return tl.max(
+        tl.load(tops + row * G + each, mask=each < G, other=float("-inf"), cache_modifier=".cg"), axis=0
+    )
 
 
 @triton.jit
@@ -112,14 +110,14 @@ def cuts_before(
 
 @triton.jit
 def part_of_law(
-    program, row, part, logits, tops, top_ids, temperature, top_k, top_p, min_p, laws, masses, sums, ties, aboves,
+    program, row, part, logits, tops, temperature, top_k, top_p, min_p, laws, masses, sums, ties, aboves,
     V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BP: tl.constexpr, OWN: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """One part of a row's law, from part 1 on, where programs run one after another; none for a filter that is off."""
     k_on, p_on = (top_k > 0) & (top_k < V), top_p < 1
     if ((part > _PASSES + 1) | k_on) & ((part <= _PASSES + 1) | (part > 2 * _PASSES + 2) | p_on):
-        largest, _ = likeliest(row, tops, top_ids, G, GP)
+        largest = largest_of(row, tops, G, GP)
         cut_k, stay_k, cut_p, stay_p = cuts_before(
             row, part, largest, temperature, top_k, top_p, sums, ties, aboves, V, BLOCKS, BP, G, GP
         )
@@ -153,13 +151,13 @@ def part_of_law(
 
 @triton.jit
 def whole_law(
-    program, row, line: tl.constexpr, logits, tops, top_ids, temperature, top_k, top_p, min_p,
+    program, row, logits, tops, temperature, top_k, top_p, min_p,
     laws, masses, sums, ties, aboves, counters,
     V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BP: tl.constexpr, OWN: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """All parts of a row's law; the programs of the row meet at the line. Returns the largest logit and both cuts."""
-    largest, _ = likeliest(row, tops, top_ids, G, GP)
+    """All parts of a row's law, whose programs meet at the first line. Returns the largest logit and both cuts."""
+    largest = largest_of(row, tops, G, GP)
     cut_k, cut_p = tl.full((), LOWEST, tl.int32), tl.full((), LOWEST, tl.int32)
     stay_k, stay_p = tl.full((), 0, tl.int32), tl.full((), 0, tl.int32)
     block = program * OWN + tl.arange(0, OWN)
@@ -169,10 +167,10 @@ def whole_law(
         each = tl.where(member, 1.0, 0.0)
         for step in range(_PASSES):
             store_sums(program, row, 0, step, cut_k, code, each, sums, OWN * BLOCK, G)
-            barrier(counters, line, program, G)
+            barrier(counters, 0, program, G)
             cut_k = settled(row, 0, step, cut_k, top_k, sums, G, GP)
         store_ties(program, row, 0, cut_k, code, each, member, block, ties, aboves, BLOCKS, G)
-        barrier(counters, line, program, G)
+        barrier(counters, 0, program, G)
         stay_k = needed(row, 0, top_k, 1.0, ties, aboves, BLOCKS, BP, G, GP)
         member = kept(row, 0, cut_k, stay_k, code, member, block, ties, BLOCKS, BP)
     if top_p < 1:
@@ -180,18 +178,18 @@ def whole_law(
         target = tl.full((), 0.0, tl.float32)
         for step in range(_PASSES):
             store_sums(program, row, 1, step, cut_p, code, mass, sums, OWN * BLOCK, G)
-            barrier(counters, line, program, G)
+            barrier(counters, 0, program, G)
             if step == 0:
                 target = share_of_all(row, top_p, sums, G, GP)
             cut_p = settled(row, 1, step, cut_p, target, sums, G, GP)
         store_ties(program, row, 1, cut_p, code, mass, member, block, ties, aboves, BLOCKS, G)
-        barrier(counters, line, program, G)
+        barrier(counters, 0, program, G)
         at_cut = tl.exp((valued(cut_p) - largest) / temperature)
         stay_p = needed(row, 1, target, at_cut, ties, aboves, BLOCKS, BP, G, GP)
     mass = filtered(
         row, block, inside, code, weight, top_k, top_p, min_p, cut_k, stay_k, cut_p, stay_p, ties, V, BLOCKS, BP
     )  # fmt: skip
     tl.store(masses + row * BLOCKS + block, tl.sum(mass, axis=1), mask=block < BLOCKS)
-    barrier(counters, line, program, G)
+    barrier(counters, 0, program, G)
     store_law(row, own, inside, mass, masses, laws, V, BLOCKS, BP)
     return largest, cut_k, stay_k, cut_p, stay_p

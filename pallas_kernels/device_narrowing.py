@@ -1,7 +1,7 @@
-"""Top-k and top-p over a vocabulary that many programs share, for the drawn chain.
+"""Top-k and top-p over a vocabulary that many programs share.
 
 Knows: how the logit at a cut is found a few bits at a time, and which of several tokens that tie there stay. Does not
-know: where the programs meet between two of these functions (kernels.py), or what is drawn.
+know: where the programs meet between two of these functions (device_laws.py), or what is drawn.
 
 A filter keeps the shortest prefix of the tokens, ranked by (logit, descending; id, ascending), that carries at least
 `target` weight. In each of PASSES every program sums its tokens' weights above TRIALS cuts; then each works out the
@@ -10,19 +10,20 @@ negative, in one fixed order, never fall when more is summed, so rounding cannot
 pass the tokens at the cut are counted by blocks of the vocabulary, and as many of them stay as are needed, the lowest
 ids first.
 
-    sums    float32 [K, ROUNDS, PASSES, G, TRIALS]   by token, filter (0: top-k, 1: top-p), pass and program
-    ties    int32   [K, ROUNDS, BLOCKS]              tokens at the cut, by block
-    aboves  float32 [K, ROUNDS, G]                   weight above the cut, by program
+    sums    float32 [R, ROUNDS, PASSES, G, TRIALS]   by row, filter (0: top-k, 1: top-p), pass and program
+    ties    int32   [R, ROUNDS, BLOCKS]              tokens at the cut, by block
+    aboves  float32 [R, ROUNDS, G]                   weight above the cut, by program
 """
 
 import triton
 import triton.language as tl
 
+from pallas_kernels.device_numbers import SMALLEST_NORMAL
+
 ROUNDS, PASSES, TRIALS = 2, 8, 16
 _ROUNDS, _PASSES, _TRIALS = tl.constexpr(ROUNDS), tl.constexpr(PASSES), tl.constexpr(TRIALS)
 BITS = tl.constexpr(4)  # of a pass
 LOWEST = tl.constexpr(-2147483648)  # below the code of every number
-SMALLEST_NORMAL = tl.constexpr(2.0**-126)
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 
 
@@ -40,63 +41,63 @@ def valued(code):
 
 
 @triton.jit
-def store_sums(program, token, round, step, cut, code, weight, sums, N: tl.constexpr, G: tl.constexpr):
+def store_sums(program, row, round, step, cut, code, weight, sums, N: tl.constexpr, G: tl.constexpr):
     """The weights of this program's tokens from each trial cut on, of codes and weights of N tokens."""
     trial = tl.arange(0, _TRIALS)
     trials = cut + (trial << (BITS * (_PASSES - 1 - step)))
     codes, weights = tl.reshape(code, (N,)), tl.reshape(weight, (N,))
     masses = tl.sum(tl.where(codes[None, :] >= trials[:, None], weights[None, :], 0.0), axis=1)
-    place = ((token * _ROUNDS + round) * _PASSES + step) * G + program
+    place = ((row * _ROUNDS + round) * _PASSES + step) * G + program
     tl.store(sums + place * _TRIALS + trial, masses)
 
 
 @triton.jit
-def all_sums(token, round, step, sums, G: tl.constexpr, GP: tl.constexpr):
+def all_sums(row, round, step, sums, G: tl.constexpr, GP: tl.constexpr):
     """The weights [TRIALS] of all programs' tokens from each trial cut on."""
     each = tl.arange(0, GP)
-    place = ((token * _ROUNDS + round) * _PASSES + step) * G + each
+    place = ((row * _ROUNDS + round) * _PASSES + step) * G + each
     at = place[:, None] * _TRIALS + tl.arange(0, _TRIALS)[None, :]
     return tl.sum(tl.load(sums + at, mask=(each < G)[:, None], other=0.0, cache_modifier=".cg"), axis=0)
 
 
 @triton.jit
-def settled(token, round, step, cut, target, sums, G: tl.constexpr, GP: tl.constexpr):
+def settled(row, round, step, cut, target, sums, G: tl.constexpr, GP: tl.constexpr):
     """The cut with the bits that a pass settles: the largest one above which `target` is still reached."""
-    reached = (all_sums(token, round, step, sums, G, GP) >= target) & (tl.arange(0, _TRIALS) > 0)
+    reached = (all_sums(row, round, step, sums, G, GP) >= target) & (tl.arange(0, _TRIALS) > 0)
     return cut + (tl.sum(reached.to(tl.int32), axis=0) << (BITS * (_PASSES - 1 - step)))
 
 
 @triton.jit
-def share_of_all(token, share, sums, G: tl.constexpr, GP: tl.constexpr):
+def share_of_all(row, share, sums, G: tl.constexpr, GP: tl.constexpr):
     """What top-p asks for: a share of all weight, and never nothing; known behind its first pass."""
     first = tl.arange(0, _TRIALS) == 0
-    whole = tl.sum(tl.where(first, all_sums(token, 1, 0, sums, G, GP), 0.0), axis=0)
+    whole = tl.sum(tl.where(first, all_sums(row, 1, 0, sums, G, GP), 0.0), axis=0)
     return tl.maximum(share * whole, SMALLEST_NORMAL)
 
 
 @triton.jit
 def store_ties(
-    program, token, round, cut, code, weight, member, block, ties, aboves, BLOCKS: tl.constexpr, G: tl.constexpr
+    program, row, round, cut, code, weight, member, block, ties, aboves, BLOCKS: tl.constexpr, G: tl.constexpr
 ):  # fmt: skip
     """How many of this program's tokens stand at the cut, by block, and what those above it weigh."""
     tied = (member & (code == cut)).to(tl.int32)
-    tl.store(ties + (token * _ROUNDS + round) * BLOCKS + block, tl.sum(tied, axis=1), mask=block < BLOCKS)
+    tl.store(ties + (row * _ROUNDS + round) * BLOCKS + block, tl.sum(tied, axis=1), mask=block < BLOCKS)
     above = tl.sum(tl.sum(tl.where(code > cut, weight, 0.0), axis=1), axis=0)
-    tl.store(aboves + (token * _ROUNDS + round) * G + program, above)
+    tl.store(aboves + (row * _ROUNDS + round) * G + program, above)
 
 
 @triton.jit
 def needed(
-    token, round, target, weight, ties, aboves,
+    row, round, target, weight, ties, aboves,
     BLOCKS: tl.constexpr, BP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """How many of the tokens at the cut stay, at least one; each weighs `weight`."""
     each, blocks = tl.arange(0, GP), tl.arange(0, BP)
     above = tl.load(
-        aboves + (token * _ROUNDS + round) * G + each, mask=each < G, other=0.0, cache_modifier=".cg"
+        aboves + (row * _ROUNDS + round) * G + each, mask=each < G, other=0.0, cache_modifier=".cg"
     )
     count = tl.load(
-        ties + (token * _ROUNDS + round) * BLOCKS + blocks,
+        ties + (row * _ROUNDS + round) * BLOCKS + blocks,
         mask=blocks < BLOCKS,
         other=0,
         cache_modifier=".cg",
@@ -108,13 +109,13 @@ def needed(
 
 @triton.jit
 def kept(
-    token, round, cut, stay, code, member, block, ties, BLOCKS: tl.constexpr, BP: tl.constexpr
+    row, round, cut, stay, code, member, block, ties, BLOCKS: tl.constexpr, BP: tl.constexpr
 ):  # fmt: skip
     """Which tokens [M, BLOCK] of the blocks [M] a filter keeps of its members."""
     tied = member & (code == cut)
     blocks = tl.arange(0, BP)
     count = tl.load(
-        ties + (token * _ROUNDS + round) * BLOCKS + blocks,
+        ties + (row * _ROUNDS + round) * BLOCKS + blocks,
         mask=blocks < BLOCKS,
         other=0,
         cache_modifier=".cg",

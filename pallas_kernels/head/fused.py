@@ -5,6 +5,7 @@ Knows: shapes and grids. Does not know: the bodies (`kernels`).
 
 import jax
 import jax.numpy as jnp
+import triton
 
 from pallas_kernels import launch, tiles, tuning
 from pallas_kernels.dense.packing import bfloat_terms
@@ -63,7 +64,7 @@ def best_of(
         outputs=[one, one.update(dtype=jnp.float32)],
         num_warps=8,
         TILES=count,
-        PADDED=1 << (count - 1).bit_length(),
+        PADDED=triton.next_power_of_2(count),
         ROW=row,
         TILE=tile,
         PART=part,

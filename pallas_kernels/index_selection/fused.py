@@ -6,6 +6,7 @@ Knows: shapes, the sizes of tiles, and how many programs share the work. Does no
 import jax
 import jax.numpy as jnp
 import numpy as np
+import triton
 
 from pallas_kernels import launch, tuning
 from pallas_kernels.index_selection import kernels
@@ -22,10 +23,6 @@ def _hadamard_signs(size: int) -> np.ndarray:
     """The Sylvester Hadamard matrix [size, size] of +1 and -1."""
     axis = np.arange(size)
     return 1.0 - 2.0 * (np.bitwise_count(axis[:, None] & axis) % 2)
-
-
-def _power_of_two(width: int) -> int:
-    return 1 << (width - 1).bit_length()
 
 
 def rows_together(rows: int, spec: IndexSpec, columns: int) -> int:
@@ -89,7 +86,7 @@ def choose(
         TRIVIAL=trivial,
         BLOCKS=blocks,
         SCALE=(spec.width * spec.heads) ** -0.5,
-        PARTS=_power_of_two(weights.layout[0]),
+        PARTS=triton.next_power_of_2(weights.layout[0]),
         ROWS=together,
         TILE=tile["keys"],
         **common,
@@ -103,10 +100,10 @@ def choose(
         outputs=[jax.ShapeDtypeStruct(shape, jnp.int32) for shape in shapes],
         num_warps=tile.get("choosing warps", warps),
         BLOCKS=blocks,
-        PADDED_BLOCKS=_power_of_two(blocks),
+        PADDED_BLOCKS=triton.next_power_of_2(blocks),
         TOPK=spec.topk,
-        PADDED_TOPK=_power_of_two(spec.topk),
-        PADDED_KEPT=_power_of_two(common["KEPT"]),
+        PADDED_TOPK=triton.next_power_of_2(spec.topk),
+        PADDED_KEPT=triton.next_power_of_2(common["KEPT"]),
         **common,
     )
     return Listed(ids, counts), Listed(kept, kept_counts) if source else candidates

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import triton
 
 from pallas_kernels import device_barrier, launch, tiles, tuning
 from pallas_kernels.dense import fused as dense
@@ -110,10 +111,6 @@ def _require_caches(rows: Rows, caches: Caches, spec: RowSpec, pool: PoolSpec | 
             )
 
 
-def _power_of_two(width: int) -> int:
-    return 1 << (width - 1).bit_length()
-
-
 def _writes(rows: Rows, caches: Caches, length, count, spec: RowSpec, pool, compressor, index) -> _Writes:
     """What every launch of cache writes has. A window given as a shape alone is a fresh output."""
     number = rows.kv.rows
@@ -170,10 +167,10 @@ def _writes(rows: Rows, caches: Caches, length, count, spec: RowSpec, pool, comp
         QUANTISE=spec.quantise,
         ROUNDED=spec.rounded,
         BLOCK=spec.block,
-        N=_power_of_two(spec.width),
+        N=triton.next_power_of_2(spec.width),
         LATENT_WIDTH=latent_width,
         LATENT_BLOCK=min(spec.latent_block, latent_width),
-        LATENT_N=_power_of_two(max(latent_width, 1)),
+        LATENT_N=triton.next_power_of_2(max(latent_width, 1)),
         RATIO=pool.ratio,
         OVERLAP=pool.overlap,
         BIASED=getattr(compressor, "bias", None) is not None,

@@ -7,12 +7,12 @@ the arithmetic.
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import device_narrowing as narrowing
 from pallas_kernels import launch
 from pallas_kernels.device_laws import PARTS
 from pallas_kernels.markov_chain import kernels
 from pallas_kernels.markov_chain.reference import Draw
 from pallas_kernels.markov_chain.specs import ChainSpec
+from pallas_kernels.sampling_law.fused import options_of, shared_arrays, slices
 
 COUNTER_LINES = 1
 WARPS = 8
@@ -24,18 +24,11 @@ _TILE = 64  # rows of the bias' head that a program works on at once
 
 
 def layout(spec: ChainSpec, programs: int) -> dict[str, int]:
-    """The kernel's constants: G programs of TILES tiles of BV tokens, which are OWN blocks each."""
-    own = 1 << (-(-spec.blocks // programs) - 1).bit_length()
-    used = -(-spec.blocks // own)
-    tile = min(_TILE, own * spec.block)
-    return dict(
-        V=spec.vocabulary, RANK=spec.rank, BV=tile, TILES=own * spec.block // tile, BLOCK=spec.block,
-        BLOCKS=spec.blocks, BP=_padded(spec.blocks), OWN=own, G=used, GP=_padded(used),
-    )  # fmt: skip
-
-
-def _padded(number: int) -> int:
-    return 1 << (number - 1).bit_length()
+    """The kernel's constants: slices as of laws, and each of them as TILES tiles of BV tokens."""
+    cut = slices(spec.vocabulary, programs)
+    own = cut["OWN"] * cut["BLOCK"]
+    tile = min(_TILE, own)
+    return cut | dict(RANK=spec.rank, BV=tile, TILES=own // tile)
 
 
 def chain(
@@ -65,36 +58,26 @@ def chain(
             f"tables are {embed.shape} and {head.shape}, expected {(spec.vocabulary, spec.rank)}"
         )
     tiles = layout(spec, programs or (GREEDY_PROGRAMS if draw is None else DRAWN_PROGRAMS))
-    drawn = draw is not None
+    drawn, used = draw is not None, tiles["G"]
     if drawn:
-        filters = draw.filters
-        numbers = (filters.temperature, filters.top_k, filters.top_p, filters.min_p)
-        options = [jnp.stack([number.astype(jnp.float32) for number in numbers]), draw.uniforms]
-    else:
-        options = [jnp.ones((4,), jnp.float32), jnp.zeros((1, 2), jnp.float32)]
+        options, uniforms = options_of(draw.filters), draw.uniforms
+        laws = shared_arrays(tokens, spec.vocabulary, tiles["BLOCKS"], used)
+    else:  # what only drawing reads and writes has no room
+        options, uniforms = jnp.ones((4,), jnp.float32), jnp.zeros((1, 2), jnp.float32)
+        laws = shared_arrays(1, 1, 1, 1)
     rounds = (tokens * PARTS if drawn else tokens + 1) if launch.INTERPRETED else 1
-    operands = [base, anchor.reshape(1), embed, head, count.reshape(1), *options, counters]
-
-    def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    # What only drawing writes has no room otherwise.
-    kept, filters = tokens if drawn else 1, (tokens, narrowing.ROUNDS) if drawn else (1, 1)
+    operands = [base, anchor.reshape(1), embed, head, count.reshape(1), options, uniforms, counters]
     ids, logits, _, _, laws, *_, counters = launch.call(
         kernels.chain,
         *operands,
-        grid=(rounds, tiles["G"]),
+        grid=(rounds, used),
         outputs=[
-            array(tokens, dtype=jnp.int32),
-            array(tokens, spec.vocabulary),
-            array(tokens, tiles["G"]),
-            array(tokens, tiles["G"], dtype=jnp.int32),
-            array(kept, spec.vocabulary if drawn else 1),
-            array(kept, spec.blocks if drawn else 1),
-            array(*filters, narrowing.PASSES, tiles["G"] if drawn else 1, narrowing.TRIALS),
-            array(*filters, spec.blocks if drawn else 1, dtype=jnp.int32),
-            array(*filters, tiles["G"] if drawn else 1),
-            array(*counters.shape, dtype=jnp.int32),
+            jax.ShapeDtypeStruct((tokens,), jnp.int32),
+            jax.ShapeDtypeStruct((tokens, spec.vocabulary), jnp.float32),
+            jax.ShapeDtypeStruct((tokens, used), jnp.float32),
+            jax.ShapeDtypeStruct((tokens, used), jnp.int32),
+            *laws,
+            jax.ShapeDtypeStruct(counters.shape, jnp.int32),
         ],
         aliases={len(operands) - 1: 9},
         num_warps=WARPS,

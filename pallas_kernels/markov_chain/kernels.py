@@ -20,17 +20,17 @@ import triton.language as tl
 
 from pallas_kernels.device_barrier import barrier
 from pallas_kernels.device_laws import (
-    NO_TOKEN,
     PARTS,
     all_masses,
     cuts_before,
     filtered,
-    likeliest,
+    largest_of,
     part_of_law,
     tokens_of,
     whole_law,
 )
 
+NO_TOKEN = tl.constexpr(2147483647)
 _PARTS = tl.constexpr(PARTS)
 
 
@@ -77,6 +77,16 @@ def slice_logits(
     tl.store(tops + token * G + program, top)
     tl.store(top_ids + token * G + program, first)
     return rows, biased
+
+
+@triton.jit
+def likeliest(token, tops, top_ids, V: tl.constexpr, G: tl.constexpr, GP: tl.constexpr):
+    """The lowest id of the largest logit over all slices, always one of the vocabulary."""
+    each = tl.arange(0, GP)
+    top = tl.load(tops + token * G + each, mask=each < G, other=float("-inf"), cache_modifier=".cg")
+    ids = tl.load(top_ids + token * G + each, mask=each < G, other=NO_TOKEN, cache_modifier=".cg")
+    first = tl.min(tl.where(top == tl.max(top, axis=0), ids, NO_TOKEN), axis=0)
+    return tl.maximum(tl.minimum(first, V - 1), 0)
 
 
 @triton.jit
@@ -130,8 +140,7 @@ def chain(
             if DRAWN:
                 previous = tl.load(ids + token - 1)
             else:
-                _, previous = likeliest(token - 1, tops, top_ids, G, GP)
-                previous = tl.maximum(tl.minimum(previous, V - 1), 0)
+                previous = likeliest(token - 1, tops, top_ids, V, G, GP)
                 if program == 0:
                     tl.store(ids + token - 1, previous)
         if (part == 0) & (token >= tokens) & (token < K) & (program == 0):
@@ -147,27 +156,14 @@ def chain(
                 )  # fmt: skip
             else:
                 part_of_law(
-                    program, token, part, logits, tops, top_ids, temperature, top_k, top_p, min_p, laws, masses,
+                    program, token, part, logits, tops, temperature, top_k, top_p, min_p, laws, masses,
                     sums, ties, aboves, V, BLOCK, BLOCKS, BP, OWN, G, GP,
                 )  # fmt: skip
                 if (part == _PARTS - 1) & (program == 0):
-                    largest, _ = likeliest(token, tops, top_ids, G, GP)
+                    largest = largest_of(token, tops, G, GP)
                     cut_k, stay_k, cut_p, stay_p = cuts_before(
-                        token,
-                        part,
-                        largest,
-                        temperature,
-                        top_k,
-                        top_p,
-                        sums,
-                        ties,
-                        aboves,
-                        V,
-                        BLOCKS,
-                        BP,
-                        G,
-                        GP,
-                    )
+                        token, part, largest, temperature, top_k, top_p, sums, ties, aboves, V, BLOCKS, BP, G, GP
+                    )  # fmt: skip
                     found = drawn(
                         token, logits, largest, temperature, top_k, top_p, min_p, cut_k, stay_k, cut_p, stay_p,
                         ties, masses, uniforms, V, BLOCK, BLOCKS, BP,
@@ -187,7 +183,7 @@ def chain(
             barrier(counters, 0, program, G)
             if DRAWN:
                 largest, cut_k, stay_k, cut_p, stay_p = whole_law(
-                    program, token, 0, logits, tops, top_ids, temperature, top_k, top_p, min_p,
+                    program, token, logits, tops, temperature, top_k, top_p, min_p,
                     laws, masses, sums, ties, aboves, counters, V, BLOCK, BLOCKS, BP, OWN, G, GP,
                 )  # fmt: skip
                 previous = drawn(
@@ -195,7 +191,6 @@ def chain(
                     ties, masses, uniforms, V, BLOCK, BLOCKS, BP,
                 )  # fmt: skip
             else:
-                _, previous = likeliest(token, tops, top_ids, G, GP)
-                previous = tl.maximum(tl.minimum(previous, V - 1), 0)
+                previous = likeliest(token, tops, top_ids, V, G, GP)
             if program == 0:
                 tl.store(ids + token, previous)

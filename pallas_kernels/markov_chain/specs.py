@@ -5,6 +5,8 @@ Knows: vocabulary and rank. Does not know: how many tokens are drafted, which is
 
 import dataclasses
 
+from pallas_kernels.sampling_law.specs import block_of
+
 
 @dataclasses.dataclass(frozen=True)
 class ChainSpec:
@@ -16,7 +18,7 @@ class ChainSpec:
     @property
     def block(self) -> int:
         """Tokens of one block of the two-level draw: about the square root of V, a power of two."""
-        return 1 << (self.vocabulary.bit_length() // 2)
+        return block_of(self.vocabulary)
 
     @property
     def blocks(self) -> int:

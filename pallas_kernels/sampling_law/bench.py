@@ -5,9 +5,9 @@ import jax.numpy as jnp
 from pallas_kernels.bench_case import EXACT, SUMS, OperationCase, normal
 from pallas_kernels.sampling_law import reference
 from pallas_kernels.sampling_law.reference import Filters
+from pallas_kernels.sampling_law.specs import VOCABULARIES
 
 CALLS, ROWS = 3, 8
-VOCABULARIES = {"v4-flash": 129280, "v4.1-flash": 129280, "demo": 4160}
 # Top-k and top-p; every pass of a filter is a round in Triton's interpreter, so those stay on GPUs.
 FILTERS = {"without filters": (0, 1.0), "with top-p": (0, 0.95), "with top-k and top-p": (40, 0.95)}
 

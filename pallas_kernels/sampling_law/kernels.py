@@ -15,25 +15,22 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.device_barrier import LINE, barrier
-from pallas_kernels.device_laws import NO_TOKEN, part_of_law, whole_law
+from pallas_kernels.device_laws import part_of_law, whole_law
 
 
 @triton.jit
 def store_top(
-    program, row, logits, tops, top_ids,
-    V: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, G: tl.constexpr,
+    program, row, logits, tops, V: tl.constexpr, BLOCK: tl.constexpr, OWN: tl.constexpr, G: tl.constexpr
 ):  # fmt: skip
-    """The largest logit of this program's slice, and its lowest id."""
+    """The largest logit of this program's slice."""
     ids = program * OWN * BLOCK + tl.arange(0, OWN * BLOCK)
     value = tl.load(logits + row * V + ids, mask=ids < V, other=float("-inf"))
-    top = tl.max(value, axis=0)
-    tl.store(tops + row * G + program, top)
-    tl.store(top_ids + row * G + program, tl.min(tl.where(value == top, ids, NO_TOKEN), axis=0))
+    tl.store(tops + row * G + program, tl.max(value, axis=0))
 
 
 @triton.jit
 def sampling_law(
-    logits, options, counters_in, laws, tops, top_ids, masses, sums, ties, aboves, counters,
+    logits, options, counters_in, tops, laws, masses, sums, ties, aboves, counters,
     V: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, BP: tl.constexpr, OWN: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
@@ -44,17 +41,17 @@ def sampling_law(
     if APART:
         part = tl.program_id(0)
         if part == 0:
-            store_top(program, row, logits, tops, top_ids, V, BLOCK, OWN, G)
+            store_top(program, row, logits, tops, V, BLOCK, OWN, G)
         else:
             part_of_law(
-                program, row, part, logits, tops, top_ids, temperature, top_k, top_p, min_p, laws, masses,
+                program, row, part, logits, tops, temperature, top_k, top_p, min_p, laws, masses,
                 sums, ties, aboves, V, BLOCK, BLOCKS, BP, OWN, G, GP,
             )  # fmt: skip
     else:
         own = counters + row * LINE
-        store_top(program, row, logits, tops, top_ids, V, BLOCK, OWN, G)
+        store_top(program, row, logits, tops, V, BLOCK, OWN, G)
         barrier(own, 0, program, G)
         whole_law(
-            program, row, 0, logits, tops, top_ids, temperature, top_k, top_p, min_p, laws, masses,
+            program, row, logits, tops, temperature, top_k, top_p, min_p, laws, masses,
             sums, ties, aboves, own, V, BLOCK, BLOCKS, BP, OWN, G, GP,
         )  # fmt: skip

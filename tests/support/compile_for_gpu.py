@@ -12,6 +12,8 @@ import jax
 from pallas_kernels import launch
 
 CAPABILITIES = (90, 103)
+# Of an H200, which has the fewest processors in mind; each launch takes a kilobyte of shared memory for itself.
+PROCESSORS, REGISTERS, SHARED_BYTES, OWN_SHARED_BYTES = 132, 65536, 232448, 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +24,13 @@ class Kernel:
     registers: int
     spilled_bytes: int
     shared: int
+
+
+def programs_at_once(kernel: Kernel, warps: int) -> int:
+    """How many programs of so many warps a processor has room for."""
+    return min(
+        REGISTERS // (kernel.registers * 32 * warps), SHARED_BYTES // (kernel.shared + OWN_SHARED_BYTES)
+    )
 
 
 def kernels(function: Callable, *arguments: jax.ShapeDtypeStruct, capability: int) -> list[Kernel]:

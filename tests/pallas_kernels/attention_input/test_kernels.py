@@ -14,8 +14,6 @@ from pallas_kernels.dense.specs import EXACT_PRODUCTS, PRODUCTS
 from pallas_kernels.hyper_connections.reference import Output, Projection
 from pallas_kernels.hyper_connections.specs import SPECS
 
-PROCESSORS, REGISTERS, SHARED_BYTES = 132, 65536, 232448
-
 
 def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, dtype)
@@ -58,6 +56,6 @@ def test_nothing_spills_and_products_find_room_beside_the_boundary(model, exact,
     assert made.name == "boundary_and_products" and made.spilled_bytes == 0
     sizes = 32 * low.matrix().words.shape[0], 0 if weight is None else weight.shape[0], width
     tile = fused.TILE._replace(**tuning.choice("attention_input", tuning.by_shape(*sizes), {}))
-    at_once = min(REGISTERS // (made.registers * 32 * tile.warps), SHARED_BYTES // (made.shared + 1024))
+    at_once = compile_for_gpu.programs_at_once(made, tile.warps)
     assert at_once >= 3
-    assert width // tile.columns + 2 * rows < PROCESSORS * at_once
+    assert width // tile.columns + 2 * rows < compile_for_gpu.PROCESSORS * at_once

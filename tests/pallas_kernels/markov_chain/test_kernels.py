@@ -13,7 +13,6 @@ from pallas_kernels.markov_chain.reference import Draw
 from pallas_kernels.sampling_law.reference import Filters
 
 TOKENS = 7
-PROCESSORS, REGISTERS = 132, 65536
 
 
 def array(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
@@ -58,4 +57,5 @@ def test_nothing_spills(drawn, capability):
     assert [kernel.name for kernel in made] == ["chain"]
     assert made[0].spilled_bytes == 0
     # Programs wait for each other; all must find room on the smallest GPU in mind at once.
-    assert PROGRAMS[drawn] <= PROCESSORS * (REGISTERS // (made[0].registers * 32 * fused.WARPS))
+    at_once = compile_for_gpu.programs_at_once(made[0], fused.WARPS)
+    assert PROGRAMS[drawn] <= compile_for_gpu.PROCESSORS * at_once

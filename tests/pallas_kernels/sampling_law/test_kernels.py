@@ -14,7 +14,6 @@ from pallas_kernels.sampling_law.reference import Filters
 from v4flash.speculative.filters import SamplingParams, target_law
 
 VOCABULARY = 129280
-PROCESSORS, REGISTERS = 132, 65536
 OPTIONS = [{}, {"temperature": 1.7, "min_p": 0.2}, {"top_k": 9}, {"top_k": 30, "top_p": 0.6, "min_p": 0.02}]
 
 
@@ -38,7 +37,7 @@ def test_the_reference_is_the_sampling_law(options):
 @pytest.mark.parametrize("rows", [1, 8])
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 4160])
 def test_slices_cover_the_vocabulary(vocabulary, rows):
-    tiles = fused.layout(vocabulary, fused.PROGRAMS // rows)
+    tiles = fused.slices(vocabulary, fused.PROGRAMS // rows)
     slice_tokens = tiles["OWN"] * tiles["BLOCK"]
     assert tiles["G"] * slice_tokens >= vocabulary > (tiles["G"] - 1) * slice_tokens
     assert rows * tiles["G"] <= fused.PROGRAMS
@@ -54,4 +53,5 @@ def test_nothing_spills(rows, capability):
     assert [kernel.name for kernel in made] == ["sampling_law"]
     assert made[0].spilled_bytes == 0
     # Programs wait for each other; all must find room on the smallest GPU in mind at once.
-    assert fused.PROGRAMS <= PROCESSORS * (REGISTERS // (made[0].registers * 32 * fused.WARPS))
+    at_once = compile_for_gpu.programs_at_once(made[0], fused.WARPS)
+    assert fused.PROGRAMS <= compile_for_gpu.PROCESSORS * at_once
