@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy_models import assert_same_state, toy
+from toy_programs import SHAPES, compiled
 
 from v4flash.engine import programs
 from v4flash.engine.session import Session
@@ -15,14 +16,6 @@ from v4flash.engine.statistics import Statistics
 from v4flash.errors import CapacityError, UsageError
 from v4flash.speculative.filters import SamplingParams
 from v4flash.speculative.randomness import seed_key
-
-SHAPES = programs.Shapes(rows=8, chunk=32, context=200)
-
-
-@functools.cache
-def compiled() -> programs.Programs:
-    model = toy("v41")
-    return programs.build(model.graphdef, model.params, model.config, model.numerics, SHAPES, None)
 
 
 def new_session() -> Session:

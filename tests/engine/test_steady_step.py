@@ -1,27 +1,19 @@
 """Arrays of a step lie where those of the step before lay, and what the host has of a result stays as it was."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from toy_models import toy
+from toy_programs import SHAPES, compiled
 
 from v4flash.engine import programs
 from v4flash.speculative.filters import SamplingParams
 from v4flash.speculative.randomness import seed_key
 from v4flash.speculative.stream import RUNNING, StepResult
 
-SHAPES = programs.Shapes(rows=8, chunk=32, context=200)
 PROMPT = [5, 9, 23, 4, 17]
 STEPS = 6
-
-
-@functools.cache
-def compiled() -> programs.Programs:
-    model = toy("v41")
-    return programs.build(model.graphdef, model.params, model.config, model.numerics, SHAPES, None)
 
 
 def begun(k: int = 3):

@@ -169,7 +169,7 @@ class Session:
                         stream, words = self._programs.step(self._params, stream, control)
                         in_flight.append(words)
                     words = in_flight.pop(0)
-                    result = StepResult.unpacked(runner.read(words))
+                    result = self._result(words)
                 now = time.perf_counter()
                 statistics.step_seconds.append(now - last_at)
                 last_at = now
@@ -190,6 +190,10 @@ class Session:
             drafts = broken.drafts[: int(broken.drafted)].tolist()
             raise self._broken([*self.tokens[self._committed :], *drafts], self._programs.shapes.rows)
 
+    def _result(self, words: jax.Array) -> StepResult:
+        """What a step said, once it is there."""
+        return StepResult.unpacked(self._programs.runner.read(words))
+
     def _read(self, result: StepResult, statistics: Statistics) -> TokenStep:
         """Takes one step's result into the session."""
         emitted, drafted, copied = int(result.emitted), int(result.drafted), bool(result.copied)
@@ -205,8 +209,7 @@ class Session:
 
     def _settle(self, stream: Stream, in_flight: list[jax.Array]) -> None:
         """Takes back the device state and drops what steps in flight added beyond the tokens yielded."""
-        read = self._programs.runner.read
-        ahead = sum(int(StepResult.unpacked(read(words)).emitted) for words in in_flight)
+        ahead = sum(int(self._result(words).emitted) for words in in_flight)
         self._state = stream.decode
         device_length = self._committed + ahead
         rows = self._programs.shapes.rows

@@ -82,8 +82,16 @@ class Drawing:
     count: jax.Array
 
 
-class Drawn(NamedTuple):
-    """A drawn chain: as in `Drafts`, and the law [K, V] of each token."""
+class Drafting(NamedTuple):
+    """What was drafted for a step.
+
+    Attributes:
+      ids: int32 [K], drafts in the first `count` places.
+      laws: float32 [K, V], the law each was drawn from; one-hot where it was not drawn.
+      confidence: float32 [K], predicted acceptance of each, and of the first one that was not drafted; 0 behind it.
+        A drafter's chain gives log-odds, and behind the first that was not drafted anything.
+      count: int32 [], how many there are. Like a depth it may depend, for draft i, on the drafts before i alone.
+    """
 
     ids: jax.Array
     laws: jax.Array
@@ -93,10 +101,10 @@ class Drawn(NamedTuple):
 
 def chains_by_law(
     chain: Callable, block: Block, anchor: jax.Array, drawing: Drawing
-) -> list[Callable[[], Drawn]]:
+) -> list[Callable[[], Drafting]]:
     """What draws a block's tokens, for each kind of options; `chain` is `drawn_chain` of a drafter's own parts."""
 
-    def by(law: Callable) -> Drawn:
+    def by(law: Callable) -> Drafting:
         uniforms = drawing.uniforms()
 
         def draw(j: jax.Array, logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -104,7 +112,7 @@ def chains_by_law(
             return drawing.draw(found, picked_row(uniforms, j)), found
 
         drafts, laws = chain(block, anchor, draw, drawing.wanted)
-        return Drawn(drafts.ids, laws, drafts.confidence, drafts.count)
+        return Drafting(drafts.ids, laws, drafts.confidence, drafts.count)
 
     return [functools.partial(by, law) for law in drawing.laws]
 
@@ -284,7 +292,7 @@ class Drafter(nnx.Module):
         markov = self.stages[-1].markov_head
         return drawn_chain(block, anchor, draw, wanted, markov.embedded, markov.bias, self.confidence_logits)
 
-    def drawn_chains(self, block: Block, anchor: jax.Array, drawing: Drawing) -> list[Callable[[], Drawn]]:
+    def drawn_chains(self, block: Block, anchor: jax.Array, drawing: Drawing) -> list[Callable[[], Drafting]]:
         """What draws the tokens, for each kind of options."""
         return chains_by_law(self.chain, block, anchor, drawing)
 

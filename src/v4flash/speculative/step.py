@@ -22,7 +22,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from v4flash.model.drafter import Block, Drawing, Model
+from v4flash.model.drafter import Block, Drafting, Drawing, Model
 from v4flash.speculative import depth, lookup
 from v4flash.speculative.depth import MAX_DRAFT
 from v4flash.speculative.filters import LAWS, UNRANKED, has_usable_logits, is_greedy, kind_of_law
@@ -63,22 +63,6 @@ def step_key(stream: Stream, control: Control) -> jax.Array:
     return round_key(control.key, stream.decode.length + 1)
 
 
-class Drafting(NamedTuple):
-    """What was drafted for a step.
-
-    Attributes:
-      ids: int32 [K], drafts in the first `count` places.
-      laws: float32 [K, V], the law each was drawn from; one-hot where it was not drawn.
-      confidence: float32 [K], predicted acceptance of each, and of the first one that was not drafted; 0 behind it.
-      count: int32 [], how many there are. Like a depth it may depend, for draft i, on the drafts before i alone.
-    """
-
-    ids: jax.Array
-    laws: jax.Array
-    confidence: jax.Array
-    count: jax.Array
-
-
 def draft(model: Model, stream: Stream, control: Control, limit: int, wanted: jax.Array) -> Drafting:
     """Drafts up to `wanted` (int32 []) of at most `limit` tokens behind the anchor; zeros, and no work, for none.
 
@@ -107,7 +91,7 @@ def draft(model: Model, stream: Stream, control: Control, limit: int, wanted: ja
     def drawn(chain: Callable) -> Drafting:
         made = chain()
         known = jnp.where(jnp.arange(limit) <= made.count, made.confidence, -jnp.inf)
-        return Drafting(made.ids, made.laws, known, made.count)
+        return made._replace(confidence=known)
 
     def greedy() -> Drafting:
         drafts = model.drafter.greedy_chain(block, stream.anchor, wanted)

@@ -22,7 +22,7 @@ from pallas_kernels.sampling_law.reference import Filters
 from pallas_kernels.tiles import PackedMatrix
 from v4flash.config import ModelConfig
 from v4flash.model.backbone import TrunkOutput
-from v4flash.model.drafter import Block, Drafts, Drawing, Drawn, drawn_chain
+from v4flash.model.drafter import Block, Drafting, Drafts, Drawing, drawn_chain
 from v4flash.model.engram import multipliers, table_primes
 from v4flash.model.fused import layer as layers
 from v4flash.model.fused import specs
@@ -220,17 +220,17 @@ class FusedDrafter:
         """The likeliest tokens, as `Drafter.greedy_chain`; rows behind `count` hold id 0."""
         return Drafts(*self._chain(block, anchor, count, None))
 
-    def drawn_chains(self, block: Block, anchor: jax.Array, drawing: Drawing) -> list[Callable[[], Drawn]]:
+    def drawn_chains(self, block: Block, anchor: jax.Array, drawing: Drawing) -> list[Callable[[], Drafting]]:
         """What draws the tokens: one launch for all kinds of options, which draws all that are wanted."""
 
-        def drawn() -> Drawn:
+        def drawn() -> Drafting:
             draw = Draw(Filters.of(drawing.sampling), drawing.uniforms())
-            return Drawn(*self._chain(block, anchor, drawing.count, draw))
+            return Drafting(*self._chain(block, anchor, drawing.count, draw))
 
         return [drawn]
 
     def _chain(self, block: Block, anchor: jax.Array, count: jax.Array, draw: Draw | None) -> tuple:
-        """Ids, what they were chosen by, confidences and count, as in Drafts and Drawn."""
+        """Ids, what they were chosen by, confidences and count, as in Drafts and Drafting."""
         packed, spec = self.packed, specs.chain_spec(self.config)
         ops = self.bodies(self.config, self.numerics, ROWS)
         with jax.named_scope("markov_chain"):
