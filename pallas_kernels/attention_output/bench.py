@@ -7,8 +7,11 @@ from pallas_kernels.attention_output import reference
 from pallas_kernels.attention_output.specs import SPECS, OutputSpec
 from pallas_kernels.bench_case import EXACT, ROUNDED, OperationCase, nudged, random_fp8, random_rows
 
-# Halves of its first turn's weights that the second product holds while it waits; warps.
-TILES = ({"held": 0}, {"held": 2}, {"warps": 4}, {"warps": 8})
+# One step away from what is recorded, or from one tile a program.
+TILES = (
+    {"held": 0}, {"held": 2}, {"warps": 4}, {"warps": 8}, {"splits": None, "each": 1},
+    {"second_splits": None, "second_each": 1}, {"splits": 4, "each": 2}, {"second_splits": 8, "second_each": 2},
+)  # fmt: skip
 
 
 def cases() -> tuple[OperationCase, ...]:

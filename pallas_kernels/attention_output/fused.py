@@ -13,7 +13,9 @@ from pallas_kernels.dense.packing import half_terms
 from pallas_kernels.device_numbers import triton_type
 from pallas_kernels.tiles import PackedMatrix
 
-HELD = 1  # halves of the second product's first turn that its programs hold in registers while they wait
+# held: halves of the second product's first turn that its programs hold in registers while they wait. splits: shares of
+# the columns (None: few). each: tiles that a program walks over (`dense.kernels.walking_fp8_program`), where it can.
+UNTUNED = {"held": 1, "splits": None, "each": 1, "second_splits": None, "second_each": 1}
 
 
 def counter_lines(width: int, round_block: int) -> int:
@@ -36,14 +38,12 @@ def project(
     scale_block: int,
     round_block: int,
     dtype,
-    held: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """`reference.project` in one launch: the output in parts float32 [S, R, D], and the next counters.
 
     Args: as there, and
       scale_block: block of both matrices' weight scales, 128 or 32.
       counters: from `device_barrier.counters`, at least `counter_lines` lines.
-      held: 0, 1 or 2, see `dense.kernels.waiting_fp8_program`; by default what was measured for these shapes.
     """
     columns = first.words.shape[0] * tiles.TILE
     if round_block % tiles.TILE or columns % _block(round_block):
@@ -58,19 +58,22 @@ def project(
     latent = jax.ShapeDtypeStruct((tiles.ROWS, columns), jnp.float16 if round_block else dtype)
     near = dense.fp8_settings(heads, first, scale_block, groups)
     far = dense.fp8_settings(latent, second, scale_block)
-    untuned = {"held": HELD, "warps": min(near["WARPS"], far["WARPS"])}
+    untuned = {"warps": min(near["WARPS"], far["WARPS"])}
     name = tuning.by_shape(columns, second.words.shape[0] * tiles.TILE)
-    tile = tuning.choice("attention_output", name, untuned)
+    tile = tuning.choice("attention_output", name, UNTUNED | untuned)
     warps = tile["warps"]
-    near = dense.fp8_settings(heads, first, scale_block, groups, warps=warps)
-    far = dense.fp8_settings(latent, second, scale_block, warps=warps)
+    near = dense.fp8_settings(heads, first, scale_block, groups, warps=warps, splits=tile["splits"])
+    far = dense.fp8_settings(latent, second, scale_block, warps=warps, splits=tile["second_splits"])
+    joined = _block(round_block) // tiles.TILE
+    each = tile["each"] if joined % tile["each"] == 0 and dense.walks(near, groups, tile["each"]) else 1
+    second_each = tile["second_each"] if dense.walks(far, 1, tile["second_each"]) else 1
     out, _, _, counters = launch.call(
         kernels.output_projection,
         half_terms(heads),
         *first,
         *second,
         counters,
-        grid=(near["grid"][0] + far["grid"][0],),
+        grid=(near["grid"][0] // each + far["grid"][0] // second_each,),
         outputs=[
             dense.partial(far["SPLITS"], far["TILES"]),
             jax.ShapeDtypeStruct(
@@ -84,9 +87,11 @@ def project(
         **{name: near[name] for name in ("BLOCKS", "TILES", "SPLITS", "BFLOAT", "TERMS", "SCALED", "WARPS")},
         **{f"SECOND_{name}": far[name] for name in ("TILES", "SPLITS", "BFLOAT", "TERMS")},
         GROUPS=groups,
-        JOINED=_block(round_block) // tiles.TILE,
+        JOINED=joined,
         DTYPE=triton_type(dtype),
         ROUND=bool(round_block),
-        HELD=tile["held"] if held is None else held,
+        EACH=each,
+        SECOND_EACH=second_each,
+        HELD=tile["held"],
     )
     return out, counters

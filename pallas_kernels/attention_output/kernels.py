@@ -13,7 +13,7 @@ The programs of the second product start as those of the first end, so that the 
 import triton
 import triton.language as tl
 
-from pallas_kernels.dense.kernels import fp8_program, waiting_fp8_program
+from pallas_kernels.dense.kernels import fp8_program, waiting_fp8_program, walking_fp8_program
 from pallas_kernels.device_barrier import LINE, arrive, is_last
 from pallas_kernels.device_numbers import round_activations, rounded
 from pallas_kernels.device_tiles import partial_sum
@@ -49,26 +49,39 @@ def output_projection(
     BLOCKS: tl.constexpr, TILES: tl.constexpr, GROUPS: tl.constexpr, SPLITS: tl.constexpr, BFLOAT: tl.constexpr,
     TERMS: tl.constexpr, SECOND_TILES: tl.constexpr, SECOND_SPLITS: tl.constexpr, SECOND_BFLOAT: tl.constexpr,
     SECOND_TERMS: tl.constexpr, SCALED: tl.constexpr, JOINED: tl.constexpr, DTYPE: tl.constexpr,
-    ROUND: tl.constexpr, HELD: tl.constexpr, WARPS: tl.constexpr,
+    ROUND: tl.constexpr, HELD: tl.constexpr, EACH: tl.constexpr, SECOND_EACH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """out[s] = the second product over share s of the latent's columns, float32 [SECOND_SPLITS, 8, ...].
 
     heads 16-bit [TERMS, 8, GROUPS * 32 * BLOCKS]; JOINED tiles of the first product form a rounding block. HELD as in
-    `waiting_fp8_program`. Grid (TILES * SPLITS + SECOND_TILES * SECOND_SPLITS,).
+    `waiting_fp8_program`. EACH and SECOND_EACH tiles of a program, as `walking_fp8_program` if more than one; EACH
+    divides JOINED. Grid (TILES / EACH * SPLITS + SECOND_TILES / SECOND_EACH * SECOND_SPLITS,).
     """
     program = tl.program_id(0)
-    FIRST: tl.constexpr = TILES * SPLITS
+    FIRST: tl.constexpr = TILES // EACH * SPLITS
     if program < FIRST:
-        fp8_program(
-            program, heads_ptr, words_ptr, scales_ptr, partial_ptr,
-            BLOCKS, TILES, GROUPS, SPLITS, SCALED, BFLOAT, TERMS, False, WARPS,
-        )  # fmt: skip
-        block = program % TILES // JOINED
-        if is_last(counters + LINE + block, 0, JOINED * SPLITS):
+        if EACH > 1:
+            walking_fp8_program(
+                program, heads_ptr, words_ptr, scales_ptr, partial_ptr, counters, LATCH, 0, 0,
+                BLOCKS, TILES, GROUPS, SPLITS, SCALED, BFLOAT, TERMS, EACH, WARPS,
+            )  # fmt: skip
+        else:
+            fp8_program(
+                program, heads_ptr, words_ptr, scales_ptr, partial_ptr,
+                BLOCKS, TILES, GROUPS, SPLITS, SCALED, BFLOAT, TERMS, False, WARPS,
+            )  # fmt: skip
+        block = program % (TILES // EACH) * EACH // JOINED
+        if is_last(counters + LINE + block, 0, JOINED // EACH * SPLITS):
             finish_block(
                 partial_ptr, latent_ptr, block, 32 * TILES, 32 * JOINED, SPLITS, DTYPE, ROUND, SECOND_TERMS
             )
             arrive(counters, LATCH)
+    elif SECOND_EACH > 1:
+        walking_fp8_program(
+            program - FIRST, latent_ptr, second_words_ptr, second_scales_ptr, out_ptr, counters, LATCH,
+            TILES // JOINED, SECOND_TILES // SECOND_EACH * SECOND_SPLITS, TILES, SECOND_TILES, 1, SECOND_SPLITS,
+            SCALED, SECOND_BFLOAT, SECOND_TERMS, SECOND_EACH, WARPS,
+        )  # fmt: skip
     else:
         waiting_fp8_program(
             program - FIRST, latent_ptr, second_words_ptr, second_scales_ptr, out_ptr, counters, LATCH,

@@ -82,6 +82,12 @@ def fp8_settings(
     )  # fmt: skip
 
 
+def walks(product: dict, groups: int, each: int) -> bool:
+    """Whether `kernels.walking_fp8_program` can do a product of these settings, `each` tiles a program."""
+    one_turn = product["BLOCKS"] == tiles.CHUNK // tiles.BLOCK * product["SPLITS"] * product["WARPS"]
+    return each > 1 and one_turn and product["TILES"] // groups % each == 0
+
+
 def exact_product(x: jax.Array, weight: jax.Array, *, splits: int | None = None) -> jax.Array:
     """`reference.exact_product` as partial sums float32 [S, R, N] over S shares of the columns."""
     count = require_plain(x, weight)

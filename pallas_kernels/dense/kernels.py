@@ -126,6 +126,63 @@ def waiting_fp8_program(
 
 
 @triton.jit
+def walking_fp8_program(
+    program,
+    rows_ptr,
+    words_ptr,
+    scales_ptr,
+    out_ptr,
+    counters,
+    LINE: tl.constexpr,
+    ARRIVALS: tl.constexpr,
+    waiters,
+    BLOCKS: tl.constexpr,
+    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SCALED: tl.constexpr,
+    BFLOAT: tl.constexpr,
+    TERMS: tl.constexpr,
+    EACH: tl.constexpr,
+    WARPS: tl.constexpr,
+):
+    """`fp8_program` of EACH tiles, one after the other, of a share of their columns that is a turn of all warps.
+
+    A tile's weights come into registers while the one before is multiplied, and the rows stay there. So few programs,
+    all there from a launch's start, ask the memory for something all the time. With ARRIVALS as
+    `waiting_fp8_program`: the first tile's weights come while the program waits.
+    """
+    CHUNKS: tl.constexpr = BLOCKS // 4
+    STEPS: tl.constexpr = TILES // EACH
+    tile, split = program % STEPS * EACH, program // STEPS
+    words = words_ptr + tile.to(tl.int64) * (CHUNKS * 1024)
+    scales = scales_ptr + tile.to(tl.int64) * (CHUNKS * 2)
+    ahead = ()
+    for half in tl.static_range(2):
+        ahead = ahead + (fp8.half_turn(words, scales, split * WARPS, half, program * 0 + 1, WARPS),)
+    rows = rows_ptr + tile // (TILES // GROUPS) * (32 * BLOCKS)
+    if ARRIVALS:
+        rows += wait(counters, LINE, ARRIVALS)
+        before = count_out(counters, LINE)
+    for place in range(EACH):
+        words += CHUNKS * 1024
+        scales += CHUNKS * 2
+        there = program * 0 + (EACH - 1 - place)  # above 0 while there is a next tile
+        sums = lanes.zero_sums(WARPS)
+        following = ()
+        for half in tl.static_range(2):
+            sums = fp8.add_half_turn(
+                sums, ahead[half], rows, split * WARPS, half, GROUPS * BLOCKS * 32, WARPS, SCALED, BFLOAT, TERMS
+            )  # fmt: skip
+            following = following + (fp8.half_turn(words, scales, split * WARPS, half, there, WARPS),)
+        ahead = following
+        _store(sums, tile + place, split, out_ptr, TILES, WARPS)
+        tl.debug_barrier()  # the shared memory of sums is used again
+    if ARRIVALS:
+        clear(counters, LINE, waiters, before)
+
+
+@triton.jit
 def _bf16_program(
     program,
     rows_ptr,

@@ -31,6 +31,8 @@ CALLS = 8  # each with other experts
 DISTINCT = {"v4-flash": 30, "v4.1-flash": 30, "v4.1-flash drafter": 18, "demo": 10}
 # Four or eight warps a tile; weight loads of a turn kept together, or spread over the arithmetic.
 TILES = tuple({"warps": warps, "fenced": fenced} for warps in (4, 8) for fenced in (0, 1))
+# Down as one tile a program, by more programs than two a processor, and with other costs of the shared expert's tiles.
+WALKS = ({"programs": 0}, {"programs": 528}, {"shared": 2}, {"shared": 4})
 _routes = jax.jit(reference.routes, static_argnums=3)
 
 
@@ -119,7 +121,8 @@ def _case(name: str, spec: ExpertSpec, distinct: int) -> OperationCase:
             "fp4", ((2 * spec.channels, spec.width), (spec.width, spec.channels)), distinct, LIVE * spec.chosen
         ),
         choices={
-            tuning.by_shape(spec.width, spec.channels, what=product): TILES for product in ("gate_up", "down")
+            tuning.by_shape(spec.width, spec.channels, what=product): found
+            for product, found in (("gate_up", TILES), ("down", TILES), ("walking down", WALKS))
         },
     )  # fmt: skip
 

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 
 from pallas_kernels import launch, tiles, tuning
 from pallas_kernels.device_numbers import triton_type
-from pallas_kernels.experts import kernels
+from pallas_kernels.experts import kernels, walking_kernels
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.reference import PEAK_CHANNELS, Hidden, Routes
+
+WALKING = {"programs": 0, "warps": 8, "shared": 3}  # where nothing was measured, down is one program a tile
 
 
 def gate_up(
@@ -66,25 +68,36 @@ def down(
     """`reference.down`; `round_block` is 128, 32 or 0, `scale_block` as in `gate_up`."""
     width, columns = hidden.rows.shape[2], tiles.TILE * routed.down.words.shape[1]
     entries = require_down(hidden, routed.down, shared, routes, round_block)
+    operands = (*hidden, *routed.down, *shared.down, routes.expert_ids, routes.count, routes.slot)
+    outputs = [jax.ShapeDtypeStruct((tiles.ROWS, chosen + 1, columns), dtype)]
+    own_tiles = columns // tiles.TILE
+    same = dict(
+        BLOCKS=width // tiles.BLOCK, TILES=own_tiles, CHOSEN=chosen, SCALED=scale_block, ROUND=round_block
+    )
+    walk = walking_tile(columns, width)
+    if walk:
+        return launch.call(
+            walking_kernels.down,
+            *operands,
+            grid=(walk["programs"],),
+            outputs=outputs,
+            num_warps=walk["warps"],
+            ENTRIES=entries,
+            SHARED_COST=walk["shared"],
+            PROGRAMS=walk["programs"],
+            WARPS=walk["warps"],
+            **same,
+        )[0]
     tile = down_tile(columns, width)
     return launch.call(
         kernels.down,
-        *hidden,
-        *routed.down,
-        *shared.down,
-        routes.expert_ids,
-        routes.count,
-        routes.slot,
-        grid=(columns // tiles.TILE, 1 + entries),
-        outputs=[jax.ShapeDtypeStruct((tiles.ROWS, chosen + 1, columns), dtype)],
+        *operands,
+        grid=(own_tiles, 1 + entries),
+        outputs=outputs,
         num_warps=tile["warps"],
-        BLOCKS=width // tiles.BLOCK,
-        TILES=columns // tiles.TILE,
-        CHOSEN=chosen,
-        SCALED=scale_block,
-        ROUND=round_block,
         FENCED=bool(tile["fenced"]),
         WARPS=tile["warps"],
+        **same,
     )[0]
 
 
@@ -97,6 +110,12 @@ def gate_up_tile(columns: int, width: int) -> tuning.Choice:
 def down_tile(columns: int, width: int) -> tuning.Choice:
     """As `gate_up_tile`."""
     return tuning.choice("experts", tuning.by_shape(columns, width, what="down"), {"warps": 4, "fenced": 0})
+
+
+def walking_tile(columns: int, width: int) -> tuning.Choice:
+    """What `walking_kernels.down` needs to know: programs, warps, the shared expert's cost; {} to do without it."""
+    tile = tuning.choice("experts", tuning.by_shape(columns, width, what="walking down"), WALKING)
+    return tile if tile["programs"] and width % (tiles.CHUNK * tile["warps"]) == 0 else {}
 
 
 def require_gate_up(x: jax.Array, routed, shared: PackedExperts, routes: Routes) -> int:

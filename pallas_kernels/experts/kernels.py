@@ -4,7 +4,8 @@ Knows: which program works on which tile of which expert, and the arithmetic aro
 how experts were chosen, or how the partial outputs are summed.
 
 A program is one tile (32 weight rows) of one entry of the expert list; entry -1 is the shared expert, whose FP8
-tiles are twice as long and therefore start first. Programs of empty entries exit at once.
+tiles are twice as long and therefore start first. Programs of empty entries exit at once. Where rows divide into whole
+turns of all warps, down has another form (`walking_kernels`): few programs that walk over many tiles.
 
 The FP8 rounding of the hidden rows happens where down loads them: a scale needs 128 channels, and those come from
 eight gate-and-up programs, which would have to wait for each other. They leave the largest of each eight channels

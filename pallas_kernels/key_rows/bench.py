@@ -25,8 +25,13 @@ from pallas_kernels.rows import Columns, turn_table
 
 ROWS, RING, SPLITS, CALLS = 8, 136, 4, 6
 BESIDE = 64  # columns of another product in front of each
-# Halves of the query product's first turn that its programs hold while they wait; warps.
-TILES = ({"held": 0}, {"held": 1}, {"warps": 4}, {"warps": 8})
+# Halves of the query product's first turn that its programs hold while they wait; warps; tiles that they walk over.
+TILES = tuple({"each": each} for each in (1, 2, 4, 5)) + (
+    {"held": 0},
+    {"held": 1},
+    {"warps": 4},
+    {"warps": 8},
+)
 FREQUENCIES = 160000.0 ** -(np.arange(0, 64, 2) / 64)
 
 

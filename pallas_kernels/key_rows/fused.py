@@ -213,9 +213,10 @@ def _write_and_query(
     own = _writes(rows, caches, length, count, spec, pool, compressor, index)
     latent = own.outputs[-1]
     name = tuning.by_shape(matrix.words.shape[0] * tiles.TILE, latent.shape[1])
-    tile = tuning.choice("key_rows", name, {"held": HELD, "warps": None})
+    tile = tuning.choice("key_rows", name, {"held": HELD, "warps": None, "each": 1})
     product = dense.fp8_settings(latent, matrix, scale_block, warps=tile["warps"])
     grid, terms = product.pop("grid"), product["TERMS"]
+    each = tile["each"] if dense.walks(product, 1, tile["each"]) else 1
     entries, padded = own.constants["ENTRIES"], own.constants["N"]
     pooled = pool is not None and pool.ratio > 1
     shares = max(1, padded // SHARE) if pooled else 1
@@ -235,7 +236,7 @@ def _write_and_query(
         *own.operands,
         *matrix,
         counters,
-        grid=(writes + grid[0],),
+        grid=(writes + grid[0] // each,),
         outputs=[
             *own.outputs[:-1],
             jax.ShapeDtypeStruct((terms, *latent.shape), jnp.float16 if terms > 1 else latent.dtype),
@@ -249,6 +250,7 @@ def _write_and_query(
         SHARES=shares,
         INDEX_SHARES=index_shares,
         HELD=tile["held"],
+        EACH=each,
         WRITES=writes,
     )
     return _kept(caches, written), queries, counters

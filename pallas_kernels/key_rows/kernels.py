@@ -18,7 +18,7 @@ the products themselves, and the ring is long enough that the two never share a 
 import triton
 import triton.language as tl
 
-from pallas_kernels.dense.kernels import waiting_fp8_program
+from pallas_kernels.dense.kernels import waiting_fp8_program, walking_fp8_program
 from pallas_kernels.device_barrier import LINE, arrive, is_last
 from pallas_kernels.device_tiles import (
     cast,
@@ -324,9 +324,9 @@ def cache_writes_and_queries(
     INDEX_ROPE: tl.constexpr, HADAMARD: tl.constexpr,
     SHARES: tl.constexpr, INDEX_SHARES: tl.constexpr, WRITES: tl.constexpr, BLOCKS: tl.constexpr,
     TILES: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr, BFLOAT: tl.constexpr, TERMS: tl.constexpr,
-    HELD: tl.constexpr, WARPS: tl.constexpr,
+    HELD: tl.constexpr, EACH: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """WRITES programs of cache writes and, behind them, TILES * SPLITS that multiply the query latents."""
+    """WRITES programs of cache writes and, behind them, TILES / EACH * SPLITS that multiply the query latents."""
     program = tl.program_id(0)
     if program < WRITES:
         write_program(
@@ -339,6 +339,11 @@ def cache_writes_and_queries(
             R, RING_SLOTS, KV, LATENT, VALUE, GATE, INDEX_VALUE, INDEX_GATE, WIDTH, ROPE, EPS, QUANTISE, ROUNDED,
             BLOCK, N, LATENT_WIDTH, LATENT_BLOCK, LATENT_N, RATIO, OVERLAP, BIASED, FP4, PENDING_SLOTS, ENTRIES,
             INDEX, INDEX_WIDTH, INDEX_ROPE, HADAMARD, TERMS, SHARES, INDEX_SHARES, LATCH, LINE,
+        )  # fmt: skip
+    elif EACH > 1:
+        walking_fp8_program(
+            program - WRITES, latent_out_ptr, words_ptr, scales_ptr, queries_ptr, counters, LATCH, R,
+            TILES // EACH * SPLITS, BLOCKS, TILES, 1, SPLITS, SCALED, BFLOAT, TERMS, EACH, WARPS,
         )  # fmt: skip
     else:
         waiting_fp8_program(

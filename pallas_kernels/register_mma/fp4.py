@@ -110,6 +110,51 @@ def _turn(
 
 
 @triton.jit
+def turn_weights(words_ptr, scales_ptr, turn: tl.constexpr, WARPS: tl.constexpr):
+    """Weights and scales of a tile's turn, a chunk for each warp. Their loads stay where they are, and together."""
+    warp, g, q = lanes.position(WARPS)
+    chunk: tl.constexpr = turn * WARPS
+    s = _load_scales(scales_ptr + warp * 32 + g * 4 + chunk * 32, 4, False, True)
+    return s, lanes.load_weights(words_ptr + warp * 512 + (4 * g + q) * 4 + chunk * 512, 4, False, True)
+
+
+@triton.jit
+def turn_rows(
+    rows_ptr, peaks_ptr, turn: tl.constexpr, BLOCKS: tl.constexpr, WARPS: tl.constexpr, TOGETHER: tl.constexpr
+):
+    """The activations of a turn, 16 words, rounded."""
+    warp, g, q = lanes.position(WARPS)
+    chunk: tl.constexpr = turn * WARPS
+    rows = rows_ptr + g * (32 * BLOCKS) + warp * 128 + q * 8 + chunk * 128
+    near = lanes.load_rows(rows, 4, False)
+    far = lanes.load_rows(rows + 64, 4, False)
+    if TOGETHER:
+        peaks = peaks_ptr + g * (4 * BLOCKS) + warp * 16 + q * 4 + chunk * 16
+        peak = lanes.load_peaks(peaks, 4, q)
+        made = ()
+        for block in tl.static_range(4):
+            both = lanes.rounding_scales(peak, block, TOGETHER)
+            if block < 2:
+                x = near[4 * block : 4 * block + 4]
+            else:
+                x = far[4 * block - 8 : 4 * block - 4]
+            x = lanes.rounded_words(x, both)
+            made = made + (x[0], x[1], x[2], x[3])
+    else:
+        made = near + far
+    return made
+
+
+@triton.jit
+def add_turn(sums, loaded, rows):
+    """Adds a turn of weights from `turn_weights` times rows from `turn_rows`."""
+    s, w = loaded
+    for block in tl.static_range(4):
+        sums = _block(block, w[4 * block : 4 * block + 4], rows[4 * block : 4 * block + 4], s, sums)
+    return sums
+
+
+@triton.jit
 def _copy(words, scales, to_words, to_scales, chunk, blocks, GUARDED: tl.constexpr):
     """Copies the chunk that lies `chunk` chunks behind the lane's first one."""
     s = _load_scales(scales + chunk * 32, blocks, GUARDED, False)

@@ -127,6 +127,31 @@ def held_turn(words_ptr, scales_ptr, first, HALVES: tl.constexpr, WARPS: tl.cons
 
 
 @triton.jit
+def half_turn(words_ptr, scales_ptr, first, half: tl.constexpr, there, WARPS: tl.constexpr):
+    """Weights and scales of half (0 or 1) of the chunks first + warp of a tile; loads stay where they are.
+
+    Nothing is read, and zeros stand for it, unless `there` is above 0.
+    """
+    warp, g, q = lanes.position(WARPS)
+    words = words_ptr + (first + warp) * 1024 + (4 * g + q) * 4
+    return _load(words, scales_ptr + (first + warp) * 2, 0, half, there, True, True)
+
+
+@triton.jit
+def add_half_turn(
+    sums, loaded, rows_ptr, first, half: tl.constexpr, ROW_STRIDE: tl.constexpr, WARPS: tl.constexpr,
+    SCALED: tl.constexpr, BFLOAT: tl.constexpr, TERMS: tl.constexpr,
+):  # fmt: skip
+    """Adds what `half_turn` has loaded, as `tile_sums` would."""
+    warp, g, q = lanes.position(WARPS)
+    rows = rows_ptr + g * ROW_STRIDE + (first + warp) * 128 + q * 8
+    return _add(
+        sums, loaded, rows, rows, q, 0, half, 4,
+        WARPS, SCALED, 0, BFLOAT, TERMS, 8 * ROW_STRIDE, False,
+    )  # fmt: skip
+
+
+@triton.jit
 def tile_sums(
     words_ptr,
     scales_ptr,

@@ -37,7 +37,7 @@ def launched_kernels(folder: Path) -> set[str]:
     for source in folder.glob("*.py"):
         for node in ast.walk(ast.parse(source.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "launch.call":
-                found.add(ast.unparse(node.args[0]).removeprefix("kernels."))
+                found.add(ast.unparse(node.args[0]).rpartition(".")[2])
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "plgpu.kernel":
                 found.update(word.value.value for word in node.keywords if word.arg == "kernel_name")
     return found

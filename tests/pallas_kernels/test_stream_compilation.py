@@ -16,6 +16,8 @@ from pallas_kernels.head import specs as head_specs
 # four warps pay less for a few more.
 REGISTERS_OF_EIGHT_WARPS = 72
 REGISTERS_OF_FOUR_WARPS = 88
+# Programs of eight warps that walk over many tiles are two a processor, all there at once.
+REGISTERS_OF_WALKING = 128
 
 
 # Shapes that differ from these in the number of tiles or choices only compile to the same loops.
@@ -47,6 +49,7 @@ def test_experts(name):
             *a, chosen=spec.chosen, round_block=spec.block, scale_block=spec.block, dtype=dtype
         ),
         spec.hidden(), *arguments,
+        most=REGISTERS_OF_WALKING if experts.walking_tile(spec.width, spec.channels) else REGISTERS_OF_FOUR_WARPS,
     )  # fmt: skip
 
 

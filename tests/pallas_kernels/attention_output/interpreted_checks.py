@@ -6,7 +6,7 @@ import numpy as np
 import ptx_emulator
 import pytest
 
-from pallas_kernels import device_barrier
+from pallas_kernels import device_barrier, tuning
 from pallas_kernels.attention_output import fused, reference
 from pallas_kernels.dense import packing
 
@@ -24,10 +24,11 @@ def matrix(seed, n, k, block):
     return packing.pack_fp8([expert_cases.fp8(np.random.default_rng(seed), n, k, block)], block)
 
 
-def project(x, first, second, block, held=fused.HELD, **options):
-    width = first.words.shape[0] * 32
+def project(x, first, second, block, tile=None, **options):
+    width, output = first.words.shape[0] * 32, second.words.shape[0] * 32
     counters = device_barrier.counters(fused.counter_lines(width, options["round_block"]))
-    found, left = fused.project(x, first, second, counters, scale_block=block, held=held, **options)
+    with tuning.trying("attention_output", tuning.by_shape(width, output), tile or {}):
+        found, left = fused.project(x, first, second, counters, scale_block=block, **options)
     assert not np.any(left), "counters are left at zero"
     return np.asarray(found).sum(0)
 
@@ -56,9 +57,30 @@ def test_both_products(width, columns, output, groups, block, rounding, dtype, h
     x = heads(groups * columns, dtype)
     first, second = matrix(2, width, columns, block), matrix(3, output, width, block)
     options = dict(groups=groups, round_block=rounding, dtype=dtype)
-    found = project(x, first, second, block, held, **options)
+    found = project(x, first, second, block, {"held": held}, **options)
     expected = np.asarray(reference.project(x, first, second, **options))[0]
     bound = EXACT_TOLERANCE if not rounding and dtype == jnp.float32 else ROUNDED_TOLERANCE
+    np.testing.assert_allclose(found, expected, rtol=0, atol=bound * np.abs(expected).max())
+
+
+WALKS = (
+    {"each": 2, "second_each": 2},  # half a rounding block; the second product of few programs
+    {"splits": 2, "each": 4, "second_splits": 1, "second_each": 4},  # a whole one, its columns in two shares
+    {"splits": 2, "each": 4},  # the second product one tile a program
+    {"each": 1, "second_each": 4},  # and the first
+)
+
+
+@pytest.mark.parametrize("tile", WALKS)
+@pytest.mark.parametrize(("rounding", "dtype"), [(128, jnp.bfloat16), (0, jnp.float32)])
+def test_programs_that_walk_over_tiles(tile, rounding, dtype):
+    columns = 512 * tile.get("splits", 1)
+    x = heads(2 * columns, dtype)
+    first, second = matrix(2, 512, columns, 128), matrix(3, 128, 512, 128)
+    options = dict(groups=2, round_block=rounding, dtype=dtype)
+    found = project(x, first, second, 128, {"warps": 4} | tile, **options)
+    expected = np.asarray(reference.project(x, first, second, **options))[0]
+    bound = ROUNDED_TOLERANCE if rounding else EXACT_TOLERANCE
     np.testing.assert_allclose(found, expected, rtol=0, atol=bound * np.abs(expected).max())
 
 

@@ -9,7 +9,9 @@ from pallas_kernels.attention_output import fused
 from pallas_kernels.attention_output.specs import SPECS
 from pallas_kernels.device_barrier import LINE_WORDS
 
-REGISTERS = 64  # of eight warps, so that four programs fit on a processor of 65536 registers
+# Of eight warps, so that four programs fit on a processor of 65536 registers; or two, where few programs walk over all
+# tiles.
+REGISTERS = {"v4-flash": 128, "v4.1-flash": 64}
 
 
 @pytest.mark.parametrize("capability", compile_for_gpu.CAPABILITIES)
@@ -29,4 +31,4 @@ def test_no_spills_at_real_shapes(model, capability):
         capability=capability,
     )  # fmt: skip
     assert kernel.spilled_bytes == 0
-    assert kernel.registers <= REGISTERS
+    assert kernel.registers <= REGISTERS[model]

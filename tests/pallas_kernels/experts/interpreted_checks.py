@@ -10,6 +10,7 @@ import numpy as np
 import ptx_emulator
 import pytest
 
+from pallas_kernels import tuning
 from pallas_kernels.experts import fused, reference
 from pallas_kernels.experts.specs import DEMO, TWIN, ExpertSpec
 
@@ -102,6 +103,49 @@ def test_eight_warps():
     found = _gate_up(WIDE, x, routed, shared, routes)
     used = _used(routes)
     _close(np.asarray(found.rows)[used], np.asarray(expected.rows)[used], BFLOAT16_STEP)
+
+
+WALKED = ExpertSpec(128, 512, 4, 2, 128)  # four tiles an expert
+
+
+@pytest.mark.parametrize(
+    ("programs", "live", "rounded"),
+    [
+        (5, 8, True),  # programs that begin and end inside experts
+        (3, 1, True),  # one has all tiles, of two experts
+        (40, 8, True),  # more programs than tiles: some have none
+        (5, 8, False),
+    ],
+)
+def test_programs_that_walk_over_tiles(programs, live, rounded):
+    """Down by few programs has the bits of down by one program a tile."""
+    routed, shared = expert_cases.packed(WALKED, 0)
+    routes = expert_cases.random_routes(WALKED, 1, live, entries=WALKED.experts + 1)
+    x = expert_cases.rounded_rows(WALKED, 2)
+    hidden = reference.gate_up(x, routed, shared, routes, limit=WALKED.limit, rounded=rounded)
+    poisoned = jax.tree.map(lambda a: jnp.where(_used(routes)[..., None], a, jnp.nan), hidden)
+    options = dict(chosen=WALKED.chosen, round_block=128 if rounded else 0, scale_block=128)
+    expected = np.asarray(fused.down(poisoned, routed, shared, routes, **options))
+    with tuning.trying("experts", "walking down 128x512", {"programs": programs, "shared": 2, "warps": 4}):
+        assert fused.walking_tile(128, 512)
+        found = np.asarray(fused.down(poisoned, routed, shared, routes, **options))
+    assert _untouched(found[live:, : WALKED.chosen])
+    assert np.array_equal(found.view(np.uint16), expected.view(np.uint16))
+
+
+def test_programs_that_walk_over_no_tiles():
+    """No expert listed: only the shared one is computed."""
+    routed, shared = expert_cases.packed(WALKED, 0)
+    routes = expert_cases.random_routes(WALKED, 5, 8, entries=2)._replace(count=jnp.zeros(1, jnp.int32))
+    hidden = reference.gate_up(
+        expert_cases.rounded_rows(WALKED, 6), routed, shared, routes, limit=WALKED.limit
+    )
+    options = dict(chosen=WALKED.chosen, round_block=128)
+    with tuning.trying("experts", "walking down 128x512", {"programs": 3, "shared": 2, "warps": 4}):
+        found = fused.down(hidden, routed, shared, routes, scale_block=128, **options)
+    expected = reference.down(hidden, routed, shared, routes, **options)
+    _close(found[:, -1], expected[:, -1], BFLOAT16_STEP)
+    assert _untouched(np.asarray(found)[:, : WALKED.chosen])
 
 
 def test_rows_do_not_see_each_other():

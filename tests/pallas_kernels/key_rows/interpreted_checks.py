@@ -9,7 +9,7 @@ import numpy as np
 import ptx_emulator
 import pytest
 
-from pallas_kernels import device_barrier, launch
+from pallas_kernels import device_barrier, launch, tuning
 from pallas_kernels.dense import packing
 from pallas_kernels.key_rows import fused, reference, specs
 from pallas_kernels.key_rows.reference import Caches, Compressor, LatentIndex, Rows
@@ -208,6 +208,20 @@ def test_writes_and_queries_in_one_launch(name, latent, length, count):
         if before is not None:
             same(getattr(found, part), getattr(expected, part), before, spec, part)
     same_queries(queries, expected_queries, spec)
+
+
+@pytest.mark.parametrize("each", [2, 4])
+def test_query_programs_that_walk_over_tiles(each):
+    """They have the bits of one program a tile."""
+    rows, *_ = case(V4, None, 40, 8, latent=512)
+    matrix, made = query_matrix(512, tiles=4), []
+    for tile in ({"each": 1}, {"each": each}):
+        with tuning.trying("key_rows", "128x512", tile):
+            counters = device_barrier.counters(fused.COUNTER_LINES)
+            _, queries, counters = fused.block_rows_and_query(rows, V4, matrix, counters, scale_block=32)
+        assert not np.any(counters)
+        made.append(np.asarray(queries))
+    np.testing.assert_array_equal(*made)
 
 
 def test_rows_and_queries_of_a_drafter_block():

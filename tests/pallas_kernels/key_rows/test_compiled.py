@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels import tuning
 from pallas_kernels.dense.specs import PRODUCTS
 from pallas_kernels.device_barrier import LINE_WORDS
 from pallas_kernels.key_rows import fused, specs
@@ -26,6 +27,7 @@ QUERIES = {
 }  # fmt: skip
 KEYED_BY_ENTRIES = ("ratio 2", "ratio 1", "demo ratio 2")  # two launches
 REGISTERS = 80  # of eight warps, so that three programs fit on a processor of 65536 registers
+WALKING_REGISTERS = 88  # where few programs walk over all tiles: two fit
 
 
 def shape(dtype, *sizes):
@@ -109,6 +111,8 @@ def test_writes_leave_the_query_product_its_registers(name, capability):
     names = [kernel.name for kernel in kernels]
     joined = ["cache_writes_and_queries"]
     assert names == (["cache_writes", "fp8_product"] if name in KEYED_BY_ENTRIES else joined)
+    recorded = tuning.tiles("key_rows").get(tuning.by_shape(product.rows, product.columns), {})
+    most = WALKING_REGISTERS if recorded.get("each", 1) > 1 else REGISTERS
     for kernel in kernels:
         assert kernel.spilled_bytes == 0
-        assert kernel.name not in joined or kernel.registers <= REGISTERS
+        assert kernel.name not in joined or kernel.registers <= most
