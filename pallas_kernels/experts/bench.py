@@ -152,7 +152,7 @@ def _tiered_case(name: str, spec: ExpertSpec, distinct: int) -> OperationCase:
         places, kept = body.place(jnp.int32(0), table, routes, kept)
         hidden, records = body.gate_up(x, experts, own, routes, places, kept.records[0], **options[0])
         partial, records = body.down(hidden, experts, own, routes, places, records, **options[1])
-        state = jnp.concatenate([part.reshape(-1) for part in kept[1:]])
+        state = jnp.concatenate([part.reshape(-1) for part in (kept.owners, kept.ages, kept.counts)])
         made = {"output": partial[:LIVE], "places": places, "state": state, "records": records}
         return made, kept.with_records(0, records)
 

@@ -22,7 +22,7 @@ def place(layer: jax.Array, table: jax.Array, routes: Routes, kept: Kept) -> tup
     if table.ndim != 3 or table.shape[::2] != (layers, 2) or table.dtype != jnp.int32:
         raise ValueError(f"the table is {table.dtype} {table.shape}, expected int32 ({layers}, experts, 2)")
     state = [kept.owners, kept.ages, kept.counts]
-    places, *state = launch.call(
+    places, owners, ages, counts = launch.call(
         kernels.place_experts,
         layer.reshape(1),
         table,
@@ -42,7 +42,7 @@ def place(layer: jax.Array, table: jax.Array, routes: Routes, kept: Kept) -> tup
         WIDE_ENTRIES=triton.next_power_of_2(entries),
         WIDE_SLOTS=triton.next_power_of_2(slots),
     )
-    return places, Kept(kept.records, *state)
+    return places, kept._replace(owners=owners, ages=ages, counts=counts)
 
 
 def gate_up(

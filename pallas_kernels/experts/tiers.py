@@ -50,6 +50,39 @@ class TieredExperts(NamedTuple):
     cold: jax.Array
 
 
+class Seen(NamedTuple):
+    """What rows chose so far (`early`). All zeros is a state in which no pass has run.
+
+    Attributes:
+      chosen: int16 [V, L, K], the experts plus one that each token chose where it stood last, 0 where it never did.
+      tokens, routes: int32 [R] and int16 [L, R, K], the rows of the last pass and the experts plus one they chose.
+      start, count: int32 [], its first position, and how many of its rows were live.
+    """
+
+    chosen: jax.Array
+    tokens: jax.Array
+    routes: jax.Array
+    start: jax.Array
+    count: jax.Array
+
+
+class Early(NamedTuple):
+    """What is fetched before a pass asks for it (`early`). All zeros is a state in which nothing was.
+
+    Attributes:
+      fetches: int32 [L, S], the expert plus one that was fetched for the last pass into each slot, 0 for none.
+      turn: int32 [1], which each fetch hands to the next, so that they follow one another; its value means nothing.
+      counts: int32 [L, 2], sums over passes: experts fetched; of these used by the pass they were fetched for, which
+        the next pass counts.
+      seen: what guesses are made from.
+    """
+
+    fetches: jax.Array
+    turn: jax.Array
+    counts: jax.Array
+    seen: Seen
+
+
 class Kept(NamedTuple):
     """The cold experts that all layers keep on the device, and what they counted. Updated in place by each layer.
 
@@ -60,12 +93,14 @@ class Kept(NamedTuple):
       owners: int32 [L, S], the expert in each slot plus one, 0 for none.
       ages: int32 [L, S], passes since it was used.
       counts: int32 [L, 3], sums over passes: cold experts listed, of these missed, of these kept.
+      early: what is fetched on a guess, None where nothing is.
     """
 
     records: tuple[jax.Array, ...]
     owners: jax.Array
     ages: jax.Array
     counts: jax.Array
+    early: Early | None = None
 
     def with_records(self, layer: int, records: jax.Array) -> "Kept":
         """With the slots of one layer as they are now."""
@@ -154,7 +189,7 @@ def place(layer: jax.Array, table: jax.Array, routes: Routes, kept: Kept) -> tup
     )
 
 
-def _on_device(cold: jax.Array) -> jax.Array:
+def on_device(cold: jax.Array) -> jax.Array:
     """All cold experts of a layer in device memory: a definition may move what a launch reads where it lies."""
     return jax.device_put(cold, jax.memory.Space.Device)
 
@@ -175,7 +210,7 @@ def listed_experts(experts: TieredExperts, records: jax.Array, places: jax.Array
             wide == KEPT, read(kept, KEPT), jnp.where(wide == COLD, read(cold, COLD), read(hot, HOT))
         )
 
-    cold, kept = (from_records(part, experts.hot) for part in (_on_device(experts.cold), records))
+    cold, kept = (from_records(part, experts.hot) for part in (on_device(experts.cold), records))
     return jax.tree.map(chosen, experts.hot, cold, kept)
 
 
@@ -184,7 +219,7 @@ def written(
 ) -> jax.Array:
     """`records` with the missed experts that are kept; `parts` of them, of gate_up and down."""
     _, source, slot, keep = places.T
-    read = _on_device(experts.cold)[jnp.where(source == COLD, slot, 0)]
+    read = on_device(experts.cold)[jnp.where(source == COLD, slot, 0)]
     offsets, words = record_offsets(experts.hot), records.shape[1]
     column = jnp.arange(words)
     middle = offsets["down.words"]

@@ -7,6 +7,7 @@ import pytest
 
 from pallas_kernels.dense import fused as dense
 from pallas_kernels.dense import specs as dense_specs
+from pallas_kernels.experts import early, early_fused, tiers
 from pallas_kernels.experts import fused as experts
 from pallas_kernels.experts import specs as expert_specs
 from pallas_kernels.head import fused as head
@@ -18,6 +19,7 @@ REGISTERS_OF_EIGHT_WARPS = 72
 REGISTERS_OF_FOUR_WARPS = 88
 # Programs of eight warps that walk over many tiles are two a processor, all there at once.
 REGISTERS_OF_WALKING = 128
+REGISTERS_OF_ONE_LAUNCH = 160  # of a few programs that nothing runs beside
 
 
 # Shapes that differ from these in the number of tiles or choices only compile to the same loops.
@@ -50,6 +52,27 @@ def test_experts(name):
         ),
         spec.hidden(), *arguments,
         most=REGISTERS_OF_WALKING if experts.walking_tile(spec.width, spec.channels) else REGISTERS_OF_FOUR_WARPS,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["v4-flash", "v4.1-flash"])
+def test_early_fetches(name):
+    spec, layers, slots = expert_specs.SPECS[name], 40, 8
+    words, table = (
+        tiers.record_words(spec.routed()),
+        jax.ShapeDtypeStruct((layers, spec.experts, 2), jnp.int32),
+    )
+    kept = jax.eval_shape(
+        lambda: early.empty(
+            tiers.empty(layers, slots, words), early.nothing_seen(100, layers, 8, spec.chosen)
+        )
+    )
+    named = jax.ShapeDtypeStruct((layers, 8 * spec.chosen), jnp.int32)
+    _check(early_fused.plan, table, named, kept, most=REGISTERS_OF_ONE_LAUNCH)
+    cold, layer = jax.ShapeDtypeStruct((50, words), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
+    _check(
+        early_fused.fetch, layer, cold, table, kept.early.fetches, kept.early.turn, kept.records[0],
+        most=REGISTERS_OF_EIGHT_WARPS,
     )  # fmt: skip
 
 

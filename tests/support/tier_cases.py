@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.experts import reference, tiers
+from pallas_kernels.experts import early, reference, tiers
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.reference import Routes
 from pallas_kernels.experts.specs import ExpertSpec
@@ -25,11 +25,16 @@ POISON = 0x7F7F7F7F
 
 @dataclasses.dataclass(frozen=True)
 class Body:
-    """One body of the launches: (spec, x, experts, shared, routes) -> partial outputs, resident and tiered."""
+    """One body of the launches: (spec, x, experts, shared, routes) -> partial outputs, resident and tiered.
+
+    `plan` and `fetch` as in `early`.
+    """
 
     place: Callable
     resident: Callable
     tiered: Callable
+    plan: Callable
+    fetch: Callable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +95,24 @@ class Oracle:
 
     def __init__(self, hot: Sequence[int], slots: int):
         self.hot, self.owner, self.idle = set(hot), [-1] * slots, [0] * slots
-        self.counts = np.zeros(3, int)
+        self.counts, self.fetched, self.early = np.zeros(3, int), np.zeros(2, int), {}
+
+    def guess(self, named: Sequence[int]) -> set[int]:
+        """Updates the slots for guessed experts; returns the slots that are fetched into."""
+        used = [
+            expert
+            for slot, expert in self.early.items()
+            if self.owner[slot] == expert and not self.idle[slot]
+        ]
+        cold = sorted({expert for expert in named if expert >= 0} - self.hot)
+        kept = {slot for slot, expert in enumerate(self.owner) if expert in cold}
+        coming = [expert for expert in cold if expert not in self.owner]
+        victims = sorted(set(range(len(self.owner))) - kept, key=lambda slot: (-self.idle[slot], slot))
+        self.early = dict(zip(victims, coming, strict=False))
+        for slot, expert in self.early.items():
+            self.owner[slot], self.idle[slot] = expert, 1
+        self.fetched += len(self.early), len(used)
+        return set(self.early)
 
     def step(self, listed: Sequence[int]) -> set[int]:
         """Updates the slots for a list of experts in its order; returns the slots that are written."""
@@ -108,15 +130,32 @@ class Oracle:
 
 
 def check_steps(
-    body: Body, spec: ExpertSpec, hot: Sequence[int], slots: int, steps, poison: bool = False
+    body: Body,
+    spec: ExpertSpec,
+    hot: Sequence[int],
+    slots: int,
+    steps,
+    poison: bool = False,
+    guesses: Sequence[Sequence[int]] = (),
 ) -> None:
-    """Runs steps (choices of the live rows of each) and compares everything after each of them."""
+    """Runs steps (choices of the live rows of each) and compares everything after each of them.
+
+    With `guesses`, experts named before each step, what they name is fetched first.
+    """
     here, oracle = world(spec, hot), Oracle(hot, slots)
     kept, packed = start(here, slots, poison), np.asarray(tiers.to_records(here.routed))
+    if guesses:
+        kept = early.empty(kept, early.nothing_seen(1, LAYERS, 8, spec.chosen))
     for number, rows in enumerate(steps):
         listed = routes(spec, rows)
-        before = np.asarray(kept.records[LAYER])
-        written = oracle.step(listed.expert_ids[: int(listed.count[0])].tolist())
+        before, fetched = np.asarray(kept.records[LAYER]), set()
+        if guesses:
+            fetched = oracle.guess(guesses[number])
+            kept = _fetched(body, here, kept, guesses[number])
+            for slot in fetched:
+                np.testing.assert_array_equal(kept.records[LAYER][slot], packed[oracle.owner[slot]])
+            assert kept.early.counts[LAYER].tolist() == oracle.fetched.tolist(), number
+        written = fetched | oracle.step(listed.expert_ids[: int(listed.count[0])].tolist())
         places, kept = body.place(jnp.int32(LAYER), here.table, listed, kept)
         x = expert_cases.rounded_rows(spec, number)
         expected = np.asarray(body.resident(spec, x, here.routed, here.shared, listed))[: len(rows)]
@@ -133,7 +172,23 @@ def check_steps(
             else:
                 np.testing.assert_array_equal(after[slot], before[slot], err_msg=f"step {number}")
     for layer in set(range(LAYERS)) - {LAYER}:
-        assert not any(np.asarray(part[layer]).any() for part in kept[1:])
+        assert not any(np.asarray(part[layer]).any() for part in (kept.owners, kept.ages, kept.counts))
+
+
+def _fetched(body: Body, here: World, kept: Kept, guessed: Sequence[int]) -> Kept:
+    """What is kept when the layer's guessed experts have been fetched; other layers guess nothing."""
+    named = np.zeros((LAYERS, 20), np.int32)
+    named[LAYER, 20 - len(guessed) :] = np.asarray(guessed, np.int32) + 1
+    kept = body.plan(here.table, jnp.asarray(named), kept)
+    records, turn = body.fetch(
+        jnp.int32(LAYER),
+        here.experts.cold,
+        here.table,
+        kept.early.fetches,
+        kept.early.turn,
+        kept.records[LAYER],
+    )
+    return kept.with_records(LAYER, records)._replace(early=kept.early._replace(turn=turn))
 
 
 SMALL = ExpertSpec(32, 32, 8, 2, 32, limit=0.5, dtype="float32")
@@ -152,11 +207,29 @@ CASES = {
     "eight rows": (HOT, 3, [[(1, 0), (4, 2), (1, 5), (6, 7), (7, 1), (3, 2), (0, 6), (5, 4)]] * 2),
     "an expert twice in a row": (HOT, 2, [[(1, 1), (0, 1)], [(1, 1)]]),
 }  # fmt: skip
+# Name: (hot experts, spare slots, steps, experts guessed before each).
+GUESSED = {
+    "right": (HOT, 2, [[(0, 1), (4, 2)], [(5, 7)]], [(1, 4), (7, 5)]),
+    "wrong": (HOT, 2, [[(0, 1), (4, 2)], [(1, 4)], [(1, 0)]], [(5, 7), (7,), (5, 7)]),
+    "nothing": (HOT, 2, [[(0, 1)], [(1, 4)]], [(), ()]),
+    "hot ones and the same again": (HOT, 3, [[(0, 1), (4, 2)]] * 2, [(0, 1, 1, 3, 1, 6), (1, 4, 4)]),
+    "more than slots": (HOT, 2, [[(7, 5), (4, 1)], [(7, 5)]], [(7, 5, 4, 1), (7, 5, 1)]),
+    "one slot": (HOT, 1, [[(1, 0)], [(1, 4)], [(5, 0)]], [(1,), (4,), (1, 5)]),
+    "a guessed slot is kept from the other guesses": (HOT, 2, [[(1, 4)], [(0, 2)], [(5, 1)]], [(1,), (1,), (1, 5)]),
+    "a wrong guess goes before what is older": (HOT, 3, [[(1, 4)], [(1, 4)], [(7, 0)]], [(1, 4), (5,), ()]),
+    "no rows": (HOT, 2, [[(1, 0)], [], [(1, 0)]], [(1,), (4,), (4, 1)]),
+}  # fmt: skip
 
 
 def reference_body() -> Body:
     """The definitions."""
-    return Body(jax.jit(tiers.place), _reference_resident, _reference_tiered)
+    return Body(
+        jax.jit(tiers.place),
+        _reference_resident,
+        _reference_tiered,
+        jax.jit(early.plan),
+        jax.jit(early.fetch),
+    )
 
 
 def _options(spec: ExpertSpec) -> tuple[dict, dict]:
@@ -181,7 +254,7 @@ def _reference_tiered(spec, x, experts, shared, listed, places, records):
 
 def fused_body() -> Body:
     """The launches."""
-    from pallas_kernels.experts import fused, tiered
+    from pallas_kernels.experts import early_fused, fused, tiered
 
     def resident(spec, x, routed, shared, listed):
         first, second = (own | dict(scale_block=spec.block) for own in _options(spec))
@@ -192,4 +265,4 @@ def fused_body() -> Body:
         hidden, records = tiered.gate_up(x, experts, shared, listed, places, records, **first)
         return tiered.down(hidden, experts, shared, listed, places, records, **second)
 
-    return Body(tiered.place, resident, both)
+    return Body(tiered.place, resident, both, early_fused.plan, early_fused.fetch)
