@@ -6,6 +6,7 @@ from pathlib import Path
 
 import flax.nnx as nnx
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiered_toys
@@ -20,10 +21,10 @@ from v4flash.model.fused import two_memories
 from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.fused.packing import pack_model
 from v4flash.placement.host_memory import host_memory
-from v4flash.placement.table import Placement
+from v4flash.placement.table import COLD, Placement
 
 SHAPES = programs.Shapes(rows=8, chunk=8, context=96)
-HOT_COUNT, SPARE, TOKENS = 5, 2, 24
+EXPERTS, HOT_COUNT, SPARE, TOKENS = 8, 5, 2, 24
 
 
 def cut(toy: Toy, placement: Placement) -> fused_host_way.Parts:
@@ -37,12 +38,31 @@ def cut(toy: Toy, placement: Placement) -> fused_host_way.Parts:
     return fused_host_way.separated(nnx.from_flat_state(parts))
 
 
-def models(family: str) -> tuple[LanguageModel, LanguageModel]:
-    """(all experts on the device, cold ones in the host's memory) of one toy, on the operations' definitions."""
+class EveryGuess(ReferenceBodies):
+    """What the tokens chose last, random experts, no expert, or always the same ones, by the length of the text."""
+
+    def guess(self, kept, tokens, length, count):
+        named, kept = super().guess(kept, tokens, length, count)
+        random = jax.random.randint(jax.random.key(length), named.shape, 0, EXPERTS + 1)
+        same = jnp.broadcast_to(1 + jnp.arange(named.shape[1]) % 3, named.shape)
+        return jnp.select([length % 4 == kind for kind in range(3)], [named, random, same], 0), kept
+
+
+def models(
+    family: str, *, early: bool = False, bodies: type[ReferenceBodies] = ReferenceBodies
+) -> tuple[LanguageModel, LanguageModel]:
+    """(all experts on the device, cold ones in the host's memory) of one toy, on the operations' definitions.
+
+    With `early` the second fetches what `bodies` guess.
+    """
     toy, memory = small_toy(family), host_memory()
     config, numerics, placement = toy.config, toy.numerics, tiered_toys.placement(toy, HOT_COUNT)
     divided = fused_host_way.packed(config, numerics, cut(toy, placement), placement, memory)
-    weights = ChangingWeights(divided, two_memories.nothing_kept(divided, SPARE))
+    assert config.n_routed_experts == EXPERTS
+    kept = two_memories.nothing_kept(divided, SPARE)
+    if early:
+        kept = two_memories.nothing_fetched(divided, kept, config.num_experts_per_tok)
+    weights = ChangingWeights(divided, kept)
     build = functools.partial(
         programs.build,
         None,
@@ -50,13 +70,12 @@ def models(family: str) -> tuple[LanguageModel, LanguageModel]:
         numerics=numerics,
         shapes=SHAPES,
         cache=None,
-        bodies=ReferenceBodies,
     )
     backend, resident = backends.Backend(backends.FUSED), pack_model(toy.model)
     loaded = LoadedModel(config, numerics, None, resident, Path("no-files"))
-    hosted = dataclasses.replace(build(weights), exchange=fused_host_way.exchange)
+    hosted = dataclasses.replace(build(weights, bodies=bodies), exchange=fused_host_way.exchange)
     return (
-        LanguageModel(loaded, build(resident), backend),
+        LanguageModel(loaded, build(resident, bodies=ReferenceBodies), backend),
         LanguageModel(dataclasses.replace(loaded, params=weights), hosted, backend, placement=placement),
     )
 
@@ -86,6 +105,26 @@ def test_the_text_of_resident_experts_swaps_or_not(family):
     assert 0 < kept <= missed < cold
     kinds = {layer.experts.cold.sharding.memory_kind for layer in hosted.params.kept.layers}
     assert kinds == {host_memory().memory_kind}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["v4", "v41"])
+def test_the_text_of_resident_experts_whatever_is_guessed(family):
+    resident, hosted = models(family, early=True, bodies=EveryGuess)
+    for options in ({"k": 0}, {"k": 5}, {"k": 5, "temperature": 1.0}):
+        expected = text(resident, 1, **options)
+        assert text(hosted, 1, **options) == expected
+        assert text(hosted, 1, swaps=True, **options) == expected
+    kept, placement = hosted.params.changed, hosted.placement
+    fetched, used = np.asarray(kept.early.counts).sum(axis=0).tolist()
+    assert 0 < used < fetched
+    filled = 0
+    for layer, (records, pack) in enumerate(zip(kept.records, hosted.params.kept.layers, strict=True)):
+        for record, owner in zip(np.asarray(records), np.asarray(kept.owners[layer]), strict=True):
+            if owner and placement.tier[layer, owner - 1] == COLD:
+                np.testing.assert_array_equal(record, pack.experts.cold[placement.slot[layer, owner - 1]])
+                filled += 1
+    assert filled
 
 
 def test_programs_are_made_from_the_shapes_that_packing_gives():

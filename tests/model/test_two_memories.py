@@ -27,6 +27,14 @@ def table_of(config, hot: int, seed: int) -> np.ndarray:
     return table
 
 
+class InTurn(ReferenceBodies):
+    """Guesses two experts, others in every pass."""
+
+    def guess(self, kept, tokens, length, count):
+        named, kept = super().guess(kept, tokens, length, count)
+        return jnp.zeros_like(named).at[:, :2].set(1 + jnp.stack([length % 8, (length + 3) % 8])), kept
+
+
 @pytest.mark.parametrize("family", ["v4", "v41"])
 def test_cold_experts_change_no_bit_and_moving_one_compiles_nothing(family):
     toy = small_toy(family)
@@ -35,7 +43,7 @@ def test_cold_experts_change_no_bit_and_moving_one_compiles_nothing(family):
 
     def one_pass(packed, kept, tokens, state, count):
         compiled.append(count)
-        model = FusedModel(config, numerics, packed, ReferenceBodies, kept)
+        model = FusedModel(config, numerics, packed, InTurn, kept)
         output, state = model.backbone.trunk(tokens, state, count)
         return model.backbone.logits(output.hidden), output.routes, model.backbone.kept, state.advance(count)
 
@@ -46,10 +54,12 @@ def test_cold_experts_change_no_bit_and_moving_one_compiles_nothing(family):
         logits, routes, _, state = run(resident, None, row, state, jnp.int32(5))
         expected.append((np.asarray(logits)[:5], [np.asarray(ids)[:5] for ids in routes]))
     assert len(compiled) == 1
-    for seed in (2, 3):
+    for seed, early in ((2, False), (3, False), (4, True)):
         packed = two_memories.in_two_memories(resident, table_of(config, 3, seed))
         assert all(layer.experts.cold.sharding.memory_kind == "pinned_host" for layer in packed.layers)
         state, kept = toy.state(CONTEXT, ROWS), two_memories.nothing_kept(packed, 2)
+        if early:
+            kept = two_memories.nothing_fetched(packed, kept, config.num_experts_per_tok)
         table, wanted = np.asarray(packed.placement), 0
         for row, (logits, routes) in zip(tokens, expected, strict=True):
             found, found_routes, kept, state = run(packed, kept, row, state, jnp.int32(5))
@@ -59,7 +69,10 @@ def test_cold_experts_change_no_bit_and_moving_one_compiles_nothing(family):
                 wanted += sum(table[layer, expert, 0] for expert in np.unique(other))
         counts = np.asarray(kept.counts).sum(axis=0)
         assert counts[0] == wanted and 0 < counts[2] <= counts[1] <= wanted
-    assert len(compiled) == 2  # once resident, once in two memories, whatever the table
+        if early:
+            fetched, used = np.asarray(kept.early.counts).sum(axis=0)
+            assert 0 < used < fetched
+    assert len(compiled) == 3  # once resident, in two memories, and with guesses, whatever the table
 
 
 def test_tables_must_fill_their_tiers():

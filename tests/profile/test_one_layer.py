@@ -35,6 +35,22 @@ def test_cold_experts_cost_one_launch_and_no_copy():
     assert found.copied_weights == 0 and found.not_in_place == ()
 
 
+def test_early_fetches_wait_for_their_plan_alone_and_no_other_launch_for_them():
+    found = one_layer.layer("v4-flash-0731", "h200", "fused", hot=200, early=True)
+    by_hand = [name for scope, name in found.kernels if scope == "ffn" and "fusion" not in name]
+    assert by_hand == [*COLD_EXPERTS[:2], "fetch_experts", *COLD_EXPERTS[2:]]
+    assert found.copied_weights == 0 and found.not_in_place == ()
+    launches = {
+        name: (number, before, behind)
+        for number, before, behind, name in re.findall(
+            r"(\d+): kCustomKernel \[prev=(\d+) *\(\d+\) *\| next=(\d+) *\(\d+\) *\] (\w+)", found.thunks
+        )
+    }
+    number, before, behind = launches["fetch_experts"]
+    assert before == launches["plan_fetches"][0] and behind == launches["gate_up_tiered"][0]
+    assert int(before) < int(launches["attention_core"][0]) < int(number)
+
+
 def test_plain_modules_fetch_cold_experts_in_loops_and_copy_no_stack():
     found = one_layer.layer("v4-flash-0731", "h200", "xla", hot=200)
     loops = {scope for scope in re.findall(r'op_name="([^"]*)"', found.hlo) if scope.endswith("/cold/while")}

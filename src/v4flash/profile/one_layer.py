@@ -22,12 +22,14 @@ class Layer:
       copied_weights: bytes of weights that are moved or converted in memory before they are used.
       not_in_place: donated arrays of the state that come back elsewhere.
       hlo: text of the optimised program.
+      thunks: the list of launches, with the nearest one before and behind each that shares memory with it.
     """
 
     kernels: tuple[tuple[str, str], ...]
     copied_weights: int
     not_in_place: tuple[str, ...]
     hlo: str
+    thunks: str
 
     def launches(self, scope: str) -> int:
         """Kernels of one scope."""
@@ -35,22 +37,33 @@ class Layer:
 
 
 def layer(
-    config: str, target: str, backend: str, *, ratio: int = 4, context: int = 65536, hot: int | None = None
+    config: str,
+    target: str,
+    backend: str,
+    *,
+    ratio: int = 4,
+    context: int = 65536,
+    hot: int | None = None,
+    early: bool = False,
 ) -> Layer:
     """Compiles one layer with compression `ratio` of the V4 model `config` for 'h200' or 'gb300'.
 
     With `hot` only so many of its experts are on the device, the others in host memory; the compiler does not see that
-    memory without a GPU, and takes both for the device's. Backend xla then has loops, whose kernels are counted once.
+    memory without a GPU, and takes both for the device's. Backend xla then has loops, whose kernels are counted once;
+    with `early`, backend fused fetches guessed experts before the layer.
     `config` is a file, or the name of one in configs/models. It runs in a process of its own, a quarter of a minute.
     Raises what `budget.budget` raises.
     """
-    request = dict(config=config, target=target, backend=backend, ratio=ratio, context=context, hot=hot)
+    request = dict(
+        config=config, target=target, backend=backend, ratio=ratio, context=context, hot=hot, early=early
+    )
     answer = budget.apart("v4flash.profile.one_layer", request, f"one layer of {config} for {target}")
     return Layer(
         tuple(map(tuple, answer["kernels"])),
         answer["copied_weights"],
         tuple(answer["not_in_place"]),
         answer["hlo"],
+        answer["thunks"],
     )
 
 
@@ -63,7 +76,7 @@ def one_layer_json(raw: dict[str, Any], ratio: int) -> dict[str, Any]:
 
 
 def compiled_layer(
-    config: str, target: str, backend: str, ratio: int, context: int, hot: int | None
+    config: str, target: str, backend: str, ratio: int, context: int, hot: int | None, early: bool
 ) -> dict[str, Any]:
     """The document of one layer, compiled in this process."""
     import jax
@@ -77,7 +90,7 @@ def compiled_layer(
     path = configuration(config)
     raw = json.loads((path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8"))
     model = ModelConfig.from_dict(one_layer_json(raw, ratio))
-    params, kept, form = _weights(model, backend, hot)
+    params, kept, form = _weights(model, backend, hot, early)
     state = jax.eval_shape(lambda: new_state(model, deviceless.REAL_NUMERICS, Shapes(8, 8, context)))
     rows, scalar = jax.ShapeDtypeStruct((8,), jnp.int32), jax.ShapeDtypeStruct((), jnp.int32)
 
@@ -97,10 +110,11 @@ def compiled_layer(
         "copied_weights": sum(moved.bytes * moved.times for moved in report.weight_copies),
         "not_in_place": report.not_in_place,
         "hlo": compiled.hlo,
+        "thunks": compiled.thunks,
     }
 
 
-def _weights(model, backend: str, hot: int | None) -> tuple[Any, Any, Any]:
+def _weights(model, backend: str, hot: int | None, early: bool) -> tuple[Any, Any, Any]:
     """Weights that stay and those that a pass changes, as shapes, and how a model comes out of them (a WeightForm)."""
     import flax.nnx as nnx
     import jax
@@ -120,7 +134,11 @@ def _weights(model, backend: str, hot: int | None) -> tuple[Any, Any, Any]:
         if hot is None:
             return params, None, form
         params = two_memories.shapes(params, hot)
-        return params, jax.eval_shape(lambda: two_memories.nothing_kept(params, SPARE)), form
+        kept = jax.eval_shape(lambda: two_memories.nothing_kept(params, SPARE))
+        if early:
+            chosen = model.num_experts_per_tok
+            kept = jax.eval_shape(lambda kept: two_memories.nothing_fetched(params, kept, chosen), kept)
+        return params, kept, form
     routed = Experts if hot is None else functools.partial(HostExperts, hot=hot, spare=SPARE)
     graphdef, variables = abstract_model(model, REAL_NUMERICS, routed)
     parts = [

@@ -4,6 +4,8 @@ Knows: which function of `pallas_kernels` is which body, and the counters that f
 know: the order of operations. Both read the same packed weights, so that they can be compared within one run.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -16,8 +18,8 @@ from pallas_kernels.dense import reference as dense
 from pallas_kernels.engram import reference as engram
 from pallas_kernels.engram.reference import Memory
 from pallas_kernels.engram.specs import EngramSpec
+from pallas_kernels.experts import early, tiers
 from pallas_kernels.experts import reference as experts
-from pallas_kernels.experts import tiers
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.reference import Routes
 from pallas_kernels.experts.tiers import Kept, TieredExperts
@@ -189,6 +191,29 @@ class ReferenceBodies:
         )  # fmt: skip
         return partial, kept.with_records(layer, records)
 
+    def guess(
+        self, kept: Kept, tokens: jax.Array, length: jax.Array, count: jax.Array
+    ) -> tuple[jax.Array, Kept]:
+        """Experts that a pass of tokens int32 [R] may choose, int32 [L, G], and what is known now (`early.guess`)."""
+        named, seen = early.guess(kept.early.seen, tokens, length, count)
+        return named, kept._replace(early=kept.early._replace(seen=seen))
+
+    def fetch_early(self, named: jax.Array, table: jax.Array, cold: Sequence[jax.Array], kept: Kept) -> Kept:
+        """What is kept with guessed experts in it, and with the copies that bring them under way.
+
+        Args: named, int32 [L, G], experts plus one; table, int32 [L, E, 2]; cold, of every layer.
+        """
+        return self._fetched(early, named, table, cold, kept)
+
+    @staticmethod
+    def _fetched(body, named, table, cold, kept: Kept) -> Kept:
+        kept = body.plan(table, named, kept)
+        turn, made = kept.early.turn, []
+        for layer, (outside, records) in enumerate(zip(cold, kept.records, strict=True)):
+            records, turn = body.fetch(jnp.int32(layer), outside, table, kept.early.fetches, turn, records)
+            made.append(records)
+        return kept._replace(records=tuple(made), early=kept.early._replace(turn=turn))
+
     def over_devices(self, partial: jax.Array) -> jax.Array:
         """The sum of both devices' partial outputs, on both; inside a `shard_map` over the axis ROLE."""
         return jax.lax.psum(partial, ROLE)
@@ -240,6 +265,7 @@ class FusedBodies(ReferenceBodies):
         from pallas_kernels.attention_output import fused as output_launches
         from pallas_kernels.dense import fused as dense_launches
         from pallas_kernels.engram import fused as engram_launches
+        from pallas_kernels.experts import early_fused as early_launches
         from pallas_kernels.experts import fused as expert_launches
         from pallas_kernels.experts import tiered as tiered_launches
         from pallas_kernels.head import fused as head_launches
@@ -254,7 +280,8 @@ class FusedBodies(ReferenceBodies):
         self._attention, self._dense, self._experts = attention_kernels, dense_launches, expert_launches
         self._head, self._boundaries, self._index = head_launches, boundary_launches, index_launches
         self._rows, self._router, self._chain = row_launches, router_launches, chain_launches
-        self._engram, self._tiered, self._laws = engram_launches, tiered_launches, law_launches
+        self._engram, self._laws = engram_launches, law_launches
+        self._tiered, self._early = tiered_launches, early_launches
         self._attention_input, self._attention_output = input_launches, output_launches
         lines = (
             attention_kernels.counter_lines(rows, specs.attention_spec(config, numerics)),
@@ -359,6 +386,9 @@ class FusedBodies(ReferenceBodies):
             chosen=chosen, round_block=self.round_block, **options,
         )  # fmt: skip
         return partial, kept.with_records(layer, records)
+
+    def fetch_early(self, named, table, cold, kept):
+        return self._fetched(self._early, named, table, cold, kept)
 
     def look_up(self, spec, memory, ring, start, rows):
         return self._engram.lookup(spec, memory, ring, start, rows)

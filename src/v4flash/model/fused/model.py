@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.engram.reference import Memory
+from pallas_kernels.experts import early
 from pallas_kernels.experts.tiers import Kept
 from pallas_kernels.hyper_connections import reference as boundaries
 from pallas_kernels.hyper_connections.reference import Output
@@ -68,6 +69,11 @@ class FusedBackbone:
         tapped = {index if config.taps_are_inputs else index + 1 for index in targets}
         source, output, selection = (packed.embed, tokens), None, Selection()
         coefficients = boundaries.first_coefficients(tokens.shape[0], spec) if spec.delayed else None
+        if self.kept is not None and self.kept.early is not None:
+            with jax.named_scope("early"):
+                named, self.kept = run.ops.guess(self.kept, tokens, state.length, count)
+                cold = [pack.experts.cold for pack in packed.layers]
+                self.kept = run.ops.fetch_early(named, packed.placement, cold, self.kept)
         means, routes, kept = {}, [], []
         for layer, pack in zip(config.layers, packed.layers, strict=True):
             with jax.named_scope(f"layer_{layer.index}"):
@@ -98,6 +104,9 @@ class FusedBackbone:
             )
             if tap:
                 means[last] = made.tap
+        if self.kept is not None and self.kept.early is not None:
+            seen = early.noted(self.kept.early.seen, tokens, routes, state.length, count)
+            self.kept = self.kept._replace(early=self.kept.early._replace(seen=seen))
         joined = jnp.concatenate([means[i] for i in sorted(tapped)], axis=-1) if targets else None
         return TrunkOutput(made.hidden, joined, routes, kept, []), state
 

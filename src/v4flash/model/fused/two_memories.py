@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.experts import tiers
+from pallas_kernels import tiles
+from pallas_kernels.experts import early, tiers
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.tiers import COLD, HOT, Kept, TieredExperts
 from v4flash.errors import CapacityError, UsageError, first_line
@@ -86,3 +87,9 @@ def stacked(experts: PackedExperts) -> int:
 def nothing_kept(packed: PackedModel, slots: int) -> Kept:
     """The state of `slots` spare device slots a layer, all empty, for a model in two memories (arrays or shapes)."""
     return tiers.empty(len(packed.layers), slots, tiers.record_words(packed.layers[0].experts.hot))
+
+
+def nothing_fetched(packed: PackedModel, kept: Kept, chosen: int) -> Kept:
+    """`kept` for passes that also fetch on a guess, `chosen` experts a row; nothing has been fetched or seen yet."""
+    seen = early.nothing_seen(packed.embed.shape[0], len(packed.layers), tiles.ROWS, chosen)
+    return early.empty(kept, seen)
