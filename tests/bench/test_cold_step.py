@@ -45,6 +45,23 @@ def test_redirected_routes_differ_in_cold_experts_only(flash):
     np.testing.assert_array_equal(repeated[2:], repeated[:2])
 
 
+def test_guesses_name_cold_experts_as_often_as_asked(flash):
+    routes = cold_routes.made_up(flash, cold_routes.table(flash, 200), 0.2, ROWS, STEPS)
+    found = routes.guessed(0.7, 0.25)
+    cold, right, wrong = 0, 0, 0
+    for step, guesses in zip(found.ids, found.guesses, strict=True):
+        for rows, named, outside in zip(step, guesses, found.cold, strict=True):
+            experts = named[named > 0] - 1
+            assert outside[experts].all() and len(set(experts.tolist())) == len(experts)
+            used = np.intersect1d(np.unique(rows), np.flatnonzero(outside))
+            cold += len(used)
+            right += np.isin(experts, used).sum()
+            wrong += (~np.isin(experts, used)).sum()
+    assert right / cold == pytest.approx(0.7, rel=0.05) and wrong / right == pytest.approx(0.25, rel=0.15)
+    assert not routes.guessed(0, 0).guesses.any()
+    np.testing.assert_array_equal(found.ids, routes.ids)
+
+
 def test_a_table_has_every_slot_once(flash):
     places = cold_routes.table(flash, 200)
     for own in places:
@@ -57,7 +74,8 @@ def test_a_step_reads_the_lists_it_was_given():
     ids = jnp.asarray(
         np.random.default_rng(0).permuted(np.tile(np.arange(9), (2, 5, 1)), axis=2)[..., :3], jnp.int32
     )
-    words = cold_step.list_words(ids, 24)
+    words = cold_step.list_words(ids, 24, jnp.asarray([[7], [9]]))
+    assert words[:, -24].tolist() == [7, 9] and not words[:, -23:].any()
     for own, given in zip(words, ids, strict=True):
         live, padded = jnp.arange(8) < 5, jnp.pad(given, ((0, 3), (0, 0)))
         expected = reference.routes(padded, jnp.full((8, 3), 1 / 3), live, 24)
@@ -91,9 +109,12 @@ def test_the_command_times_four_cells_a_share_and_compares_bits_first(tmp_path, 
     )  # fmt: skip
     assert code == 0
     record = json.loads(out.read_text())
-    assert record["checks"] == {"resident and redirected": True, "missed and kept": True, "kept slots": True}
-    resident, redirected, cold, repeating = record["cells"]
-    assert [cell["cell"] for cell in record["cells"]] == ["resident", "redirected", "cold", "repeating"]
+    assert record["checks"] == {
+        "resident and redirected": True, "missed and kept": True, "kept slots": True, "missed and guessed": True,
+        "guessed slots": True,
+    }  # fmt: skip
+    resident, redirected, cold, repeating, *guessed = record["cells"]
+    assert [cell["cell"] for cell in record["cells"]] == [*cold_cells.CELLS, *cold_cells.GUESSES]
     assert resident["missed_per_step"] == redirected["cold_per_step"] == 0 < cold["missed_per_step"]
     assert (
         cold["missed_per_step"] <= cold["cold_per_step"]
@@ -103,6 +124,13 @@ def test_the_command_times_four_cells_a_share_and_compares_bits_first(tmp_path, 
         cold["missed_per_step"] * record["expert_bytes"] / 1e9, abs=1e-4
     )
     assert all(cell["usable"] and cell["verified"] == 1 for cell in record["cells"])
+    nothing, some, every = guessed
+    assert nothing["fetched_per_step"] == 0 and nothing["missed_per_step"] == cold["missed_per_step"]
+    assert 0 < some["used_per_step"] <= some["fetched_per_step"]
+    assert every["missed_per_step"] < some["missed_per_step"] < cold["missed_per_step"]
+    assert every["used_per_step"] == every["fetched_per_step"]
+    moved = (some["missed_per_step"] + some["fetched_per_step"]) * record["expert_bytes"] / 1e9
+    assert some["gigabytes_moved"] == pytest.approx(moved, abs=1e-4)
     assert "20 % cold" in capsys.readouterr().out
 
 

@@ -10,6 +10,7 @@ Cells of one cold share, all with the same number of different experts a layer:
     redirected    the same routes in the program for two memories: nothing is missed
     cold          the routes as they are, never the same step twice: what was used lately is kept, the rest is missed
     repeating     a few steps again and again, as a text that repeats itself: after the first round all is kept
+    early ...     the cold routes, some of whose cold experts are guessed and fetched before their layer's turn
 """
 
 import dataclasses
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
-from pallas_kernels.experts import tiers
+from pallas_kernels.experts import early, tiers
 from v4flash.bench import real_step
 from v4flash.bench.cold_routes import ColdRoutes
 from v4flash.config import ModelConfig
@@ -35,6 +36,8 @@ from v4flash.speculative.step import draft_limit
 
 SCHEMA = "v4flash.cold_step/1"
 CELLS = ("resident", "redirected", "cold", "repeating")
+# Chances that a cold expert is guessed, and that a right guess comes with a wrong one.
+GUESSES = {"early 0 %": (0.0, 0.0), "early 70 %": (0.7, 0.25), "early 100 %": (1.0, 0.0)}
 ROWS = tiles.ROWS
 REPEATED_STEPS = 4
 CHECKED_SHARE = 0.3  # every layer misses experts, some of them more than there are slots
@@ -140,17 +143,22 @@ def of_share(
     say: Callable[[str], None],
     names: Sequence[str] = CELLS,
 ) -> list[dict[str, Any]]:
-    """The cells of one cold share, the baseline first; `timed(program, routes)` times 'resident' or 'tiered'."""
+    """The cells of one cold share, the baseline first.
+
+    `timed(program, routes)` times 'resident', 'tiered' or 'early'.
+    """
     redirected = ColdRoutes(routes.ids[: request.steps], routes.cold).redirected()
     routes_of = {
         "resident": redirected,
         "redirected": redirected,
         "cold": routes,
         "repeating": routes.repeating(REPEATED_STEPS),
+        **{name: routes.guessed(*chances) for name, chances in GUESSES.items() if name in names},
     }
     made: list[dict[str, Any]] = []
     for name in names:
-        given, program = routes_of[name], "resident" if name == "resident" else "tiered"
+        given = routes_of[name]
+        program = "early" if name in GUESSES else "resident" if name == "resident" else "tiered"
         cell = {"cell": name, "asked_share": share, "share": round(given.share, 4)}
         cell |= timed(program, given)
         baseline = made[0]["milliseconds"] if made else cell["milliseconds"]
@@ -174,7 +182,8 @@ def timed_cell(
     Args:
       distinct: different experts a layer.
       loop: (steps) -> the last step's result.
-      counted: () -> sums so far over layers and steps, int [3] as in `tiers.COUNTED`.
+      counted: () -> sums so far over layers and steps, of what `tiers.COUNTED` names, then of what `early.COUNTED`
+        does if anything is fetched early.
     """
     jax.block_until_ready(loop(request.steps))
     before, taken = counted(), []
@@ -191,12 +200,12 @@ def timed_cell(
         "experts_per_layer": {"mean": round(distinct, 1)},
         **{
             f"{name}_per_step": round(float(count), 2)
-            for name, count in zip(tiers.COUNTED, counts, strict=True)
+            for name, count in zip((*tiers.COUNTED, *early.COUNTED)[: len(counts)], counts, strict=True)
         },
         "usable": bool(result.usable),
         "verified": int(result.drafted),
     }
-    moved = cell["missed_per_step"] * weights.expert_bytes
+    moved = (cell["missed_per_step"] + cell.get("fetched_per_step", 0)) * weights.expert_bytes
     cell["gigabytes_moved"] = round(moved / 1e9, 4)
     cell["link_milliseconds"] = round(1e3 * moved / weights.link, 3)
     if request.profile:
@@ -229,7 +238,13 @@ def describe(cell: dict[str, Any]) -> str:
     return (
         f"{100 * cell['asked_share']:g} % {cell['cell']}: {cell['milliseconds']:.2f} ms ({cell['over_resident']:.3f} "
         f"of resident, {cell['exposed_milliseconds']:+.2f} ms), floor {cell['floor_milliseconds']:.2f} ms, "
-        f"{cell['cold_per_step']:.1f} cold experts a step, {cell['missed_per_step']:.1f} missed, "
+        f"{cell['cold_per_step']:.1f} cold experts a step, {cell['missed_per_step']:.1f} missed, {_early(cell)}"
         f"{cell['gigabytes_moved']:.3f} GB moved in at least {cell['link_milliseconds']:.2f} ms"
         f"{'' if cell['usable'] else '; LOGITS NOT FINITE'}"
     )
+
+
+def _early(cell: dict[str, Any]) -> str:
+    if "fetched_per_step" not in cell:
+        return ""
+    return f"{cell['fetched_per_step']:.1f} fetched early, of these {cell['used_per_step']:.1f} used, "

@@ -25,10 +25,12 @@ class ColdRoutes:
     Attributes:
       ids: int32 [steps, L, rows, K], different experts of each row.
       cold: bool [L, E].
+      guesses: int32 [steps, L, G], experts plus one that are guessed before each step, 0 for none; None for no guess.
     """
 
     ids: np.ndarray
     cold: np.ndarray
+    guesses: np.ndarray | None = None
 
     @property
     def share(self) -> float:
@@ -54,6 +56,22 @@ class ColdRoutes:
     def repeating(self, steps: int) -> "ColdRoutes":
         """As many steps, of which only the first few are different: what a text that repeats itself asks for."""
         return dataclasses.replace(self, ids=np.resize(self.ids[:steps], self.ids.shape))
+
+    def guessed(self, right: float, wrong: float, seed: int = 0) -> "ColdRoutes":
+        """With guesses that name each cold expert of a step with the chance `right`, and for each one they name, with
+        the chance `wrong`, a cold expert that the step does not choose.
+        """
+        random, (steps, layers, rows, chosen) = np.random.default_rng(seed), self.ids.shape
+        guesses = np.zeros((steps, layers, rows * chosen), np.int32)
+        for step, own in zip(self.ids, guesses, strict=True):
+            for choices, cold, named in zip(step, self.cold, own, strict=True):
+                used = np.unique(choices)
+                found = used[cold[used] & (random.random(len(used)) < right)]
+                others = random.permutation(np.setdiff1d(np.flatnonzero(cold), used))
+                others = others[: np.sum(random.random(len(found)) < wrong)]
+                every = np.concatenate([found, others])[: named.size]
+                named[: every.size] = every + 1
+        return dataclasses.replace(self, guesses=guesses)
 
     def slots(self, places: np.ndarray) -> np.ndarray:
         """int32 [steps, L, rows, K]: the slots of the experts, by places [L, E, 2] (tier, slot)."""

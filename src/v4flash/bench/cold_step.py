@@ -20,11 +20,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.bench_case import tree_bytes
-from pallas_kernels.experts import reference, tiers
+from pallas_kernels.experts import early, reference
 from pallas_kernels.experts.reference import Routes
 from v4flash.bench import cold_routes, random_weights, real_step
 from v4flash.bench.cold_cells import (
+    CELLS,
     CHECKED_SHARE,
+    GUESSES,
     ROWS,
     Request,
     Weights,
@@ -78,10 +80,11 @@ def run(request: Request, say: Callable[[str], None] = lambda line: None) -> dic
 
 
 class Programs:
-    """The step for two memories, and the one that knows no cold experts, compiled beside each other.
+    """The step for two memories, the same that fetches guessed experts early, and the one that knows no cold experts,
+    compiled beside each other.
 
-    Both are run(params, kept, stream, control, lists, position) -> (result, kept, stream, next position), with None for
-    what is kept in the second. `params` and `empty` are the weights of the first, and what it keeps, as shapes.
+    All are run(params, kept, stream, control, lists, position) -> (result, kept, stream, next position), with None for
+    what is kept in the last. `params` and `empty` are the weights of the second, and what it keeps, as shapes.
     """
 
     def __init__(self, request: Request, say: Callable[[str], None]):
@@ -90,23 +93,34 @@ class Programs:
         self.bodies = FusedBodies if backends.can_launch() else ReferenceBodies
         params, _ = abstract_weights(config, REAL_NUMERICS, "fused")
         self.params = two_memories.shapes(params, request.hot)
-        self.empty = jax.eval_shape(lambda: two_memories.nothing_kept(self.params, request.slots))
+        self.empty = jax.eval_shape(
+            lambda: two_memories.nothing_fetched(
+                self.params,
+                two_memories.nothing_kept(self.params, request.slots),
+                config.num_experts_per_tok,
+            )
+        )
         stream = jax.eval_shape(lambda: real_step.empty_stream(config, self.shapes))
         control = jax.eval_shape(lambda: real_step.control_of(config, 0, ROWS))
         ids = jnp.zeros((config.num_hidden_layers, 1, config.num_experts_per_tok), jnp.int32)
-        words = list_words(ids, ROWS * config.num_experts_per_tok)
+        words = list_words(ids, ROWS * config.num_experts_per_tok, _no_guesses(ids))
         lists = jax.ShapeDtypeStruct((request.needed_steps, *words.shape), jnp.int32)
         position = jax.ShapeDtypeStruct((), jnp.int32)
         step = planned_step(config, self.bodies)
+        resident, late = without_cold(self.params), self.empty._replace(early=None)
         lowered = [
             jax.jit(step, donate_argnums=(1, 2, 5)).lower(own, kept, stream, control, lists, position)
-            for own, kept in ((self.params, self.empty), (without_cold(self.params), None))
+            for own, kept in ((self.params, late), (self.params, self.empty), (resident, None))
+        ]
+        # Nothing in the others is there to run beside something else.
+        options = [
+            compiler_options.here(program, host_memory=True, beside_each_other=number == 1)
+            for number, program in enumerate(lowered)
         ]
         with concurrent.futures.ThreadPoolExecutor(len(lowered)) as pool:
-            options = [compiler_options.here(program, host_memory=True) for program in lowered]
             compiled = pool.map(lambda program, own: program.compile(compiler_options=own), lowered, options)
-            self.tiered, self.resident = compiled
-        say(f"{self.bodies.__name__}: two programs compiled in {time.perf_counter() - started:.0f} s")
+            self.tiered, self.early, self.resident = compiled
+        say(f"{self.bodies.__name__}: three programs compiled in {time.perf_counter() - started:.0f} s")
 
 
 def planned_step(config: ModelConfig, bodies: type[ReferenceBodies]) -> Callable:
@@ -116,9 +130,16 @@ def planned_step(config: ModelConfig, bodies: type[ReferenceBodies]) -> Callable
     def step(
         params: PackedModel, kept, stream: Stream, control: Control, lists: jax.Array, position: jax.Array
     ):
-        model, layers = FusedModel(config, REAL_NUMERICS, params, bodies, kept), iter(lists[position])
+        model, words = FusedModel(config, REAL_NUMERICS, params, bodies, kept), lists[position]
+        layers = iter(words)
 
         class PlannedBodies(bodies):
+            def guess(self, kept, tokens, length, count):
+                named, kept = super().guess(kept, tokens, length, count)
+                given = words[:, -named.shape[1] :]
+                # No pass has more rows: the guess is made, for what that costs, and not used.
+                return jnp.where(count > ROWS, named, given), kept
+
             def boundary_and_route(self, *arguments):
                 made, _, ids = super().boundary_and_route(*arguments)
                 return made, _routes_of(next(layers), entries, chosen), ids
@@ -131,14 +152,16 @@ def planned_step(config: ModelConfig, bodies: type[ReferenceBodies]) -> Callable
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def list_words(ids: jax.Array, entries: int) -> jax.Array:
-    """The lists of experts of one step as int32 [L, X], for ids int32 [L, rows, K].
+def list_words(ids: jax.Array, entries: int, guesses: jax.Array) -> jax.Array:
+    """The lists of experts of one step as int32 [L, X], for ids int32 [L, rows, K] and guesses int32 [L, G].
 
     One array for all steps, and a position in it on the device: arguments that lie elsewhere in every step would make
-    the captured graph be written anew. Of a layer's words the first are the experts, then their number, then the slots.
+    the captured graph be written anew. Of a layer's words the first are the experts, then their number, then the slots;
+    the last are guesses, ROWS K.
     """
     rows, chosen = ids.shape[1:]
     ids = jnp.pad(ids, ((0, 0), (0, ROWS - rows), (0, 0)))
+    guesses = jnp.pad(guesses, ((0, 0), (0, ROWS * chosen - guesses.shape[1])))
     weights, live = jnp.zeros((ROWS, chosen)), jnp.arange(ROWS) < rows
 
     def words(own: jax.Array) -> jax.Array:
@@ -146,7 +169,11 @@ def list_words(ids: jax.Array, entries: int) -> jax.Array:
         parts = routes.expert_ids, routes.count, routes.slot.reshape(-1)
         return jnp.concatenate([jnp.pad(part, (0, -part.size % _WORDS)) for part in parts])
 
-    return jax.lax.map(words, ids)
+    return jnp.concatenate([jax.lax.map(words, ids), guesses], axis=1)
+
+
+def _no_guesses(ids: jax.Array) -> jax.Array:
+    return jnp.zeros((ids.shape[0], 0), jnp.int32)
 
 
 def _routes_of(words: jax.Array, entries: int, chosen: int) -> Routes:
@@ -168,7 +195,7 @@ class _Bench:
 
     def __init__(self, request: Request, programs: Programs, params, places, weights: Weights, say):
         self.request, self.programs, self.say = request, programs, say
-        self.params = {"tiered": params, "resident": without_cold(params)}
+        self.params = {"tiered": params, "early": params, "resident": without_cold(params)}
         self.places, self.weights = places, weights
         config = request.config
         self.control = real_step.control_of(config, request.draft_length, ROWS)
@@ -181,8 +208,10 @@ class _Bench:
         lists = self._lists(routes)
         self.empty_slots()
         missed, hit = self._caches("tiered", lists), self._caches("tiered", lists)
-        looked_at = {0, len(self.places) // 2, len(self.places) - 1}
-        right = [self._right_slots(layer) for layer in sorted(looked_at)]
+        right = self._right_slots()
+        self.empty_slots()
+        guessed = [self._caches("early", self._lists(routes.guessed(0.5, 1.0, seed))) for seed in range(2)]
+        right_early = self._right_slots()
         self.empty_slots()
         return {
             "resident and redirected": same_bits(
@@ -190,16 +219,19 @@ class _Bench:
                 self._caches("tiered", self._lists(redirected)),
             ),
             "missed and kept": same_bits(missed, hit),
-            "kept slots": any(right) and all(map(all, right)),
+            "kept slots": right,
+            "missed and guessed": all(same_bits(missed, found) for found in guessed),
+            "guessed slots": right_early,
         }
 
     def cells(self, share: float, routes: ColdRoutes) -> list[dict[str, Any]]:
-        """The four cells of one cold share."""
-        return of_share(self.request, share, routes, self._timed, self.say)
+        """The cells of one cold share."""
+        return of_share(self.request, share, routes, self._timed, self.say, (*CELLS, *GUESSES))
 
     def empty_slots(self) -> None:
         """Nothing is kept any more; what lies in the slots stays, and is nobody's."""
-        self.kept = tiers.Kept(self.kept.records, *(jnp.zeros_like(part) for part in self.kept[1:]))
+        empty = jax.tree.map(jnp.zeros_like, self.kept._replace(records=()))
+        self.kept = empty._replace(records=self.kept.records)
 
     def _timed(self, program: str, routes: ColdRoutes) -> dict[str, Any]:
         request, lists = self.request, self._lists(routes, slots=program == "resident")
@@ -213,16 +245,23 @@ class _Bench:
             return result
 
         def counted() -> np.ndarray:
-            return np.asarray(self.kept.counts).sum(axis=0)
+            counts = np.asarray(self.kept.counts).sum(axis=0)
+            if program != "early":
+                return counts
+            fetched, used = np.asarray(self.kept.early.counts).sum(axis=0)
+            # What the last pass used would be counted by the next one.
+            return np.append(counts, [fetched, used + np.asarray(early.used(self.kept)).sum()])
 
         return timed_cell(request, request.config, self.weights, routes.distinct, loop, counted)
 
     def _step(self, program: str, lists: jax.Array):
-        kept = self.kept if program == "tiered" else None
+        fetched = self.kept.early
+        kept = {"tiered": self.kept._replace(early=None), "early": self.kept, "resident": None}[program]
         run, params = getattr(self.programs, program), self.params[program]
         made = run(params, kept, self.stream, self.control, lists, self.position)
         result, kept, self.stream, self.position = made
-        self.kept = self.kept if kept is None else kept
+        if kept is not None:
+            self.kept = kept if program == "early" else kept._replace(early=fetched)
         return result
 
     def _caches(self, program: str, lists: jax.Array) -> list[np.ndarray]:
@@ -234,19 +273,27 @@ class _Bench:
         self._step(program, lists)
         return [np.asarray(window) for window in self.stream.decode.windows]
 
-    def _right_slots(self, layer: int) -> list[bool]:
-        """Of each used slot of a layer, whether it holds the expert it should."""
-        owners, cold = (
-            np.asarray(self.kept.owners[layer]),
-            np.asarray(self.params["tiered"].layers[layer].experts.cold),
-        )
-        records, used = np.asarray(self.kept.records[layer]), np.flatnonzero(owners)
-        homes = self.places[layer, owners[used] - 1, 1]
-        return [np.array_equal(records[slot], cold[home]) for slot, home in zip(used, homes, strict=True)]
+    def _right_slots(self) -> bool:
+        """Whether some slots of three layers are used, and each of them holds the expert it should."""
+        found = []
+        for layer in sorted({0, len(self.places) // 2, len(self.places) - 1}):
+            owners = np.asarray(self.kept.owners[layer])
+            cold = np.asarray(self.params["tiered"].layers[layer].experts.cold)
+            records, used = np.asarray(self.kept.records[layer]), np.flatnonzero(owners)
+            homes = self.places[layer, owners[used] - 1, 1]
+            found += [
+                np.array_equal(records[slot], cold[home]) for slot, home in zip(used, homes, strict=True)
+            ]
+        return any(found) and all(found)
 
     def _lists(self, routes: ColdRoutes, slots: bool = False) -> jax.Array:
         """The words of as many steps as a program takes; of `slots` of hot experts instead of ids."""
         ids = routes.slots(self.places) if slots else routes.ids
-        entries = ROWS * ids.shape[-1]
-        words = [np.asarray(list_words(jnp.asarray(step, jnp.int32), entries)) for step in ids]
+        entries, guesses = ROWS * ids.shape[-1], routes.guesses
+        if guesses is None:
+            guesses = [_no_guesses(step) for step in ids]
+        words = [
+            np.asarray(list_words(jnp.asarray(step, jnp.int32), entries, jnp.asarray(own)))
+            for step, own in zip(ids, guesses, strict=True)
+        ]
         return jnp.asarray(np.resize(np.stack(words), (self.request.needed_steps, *words[0].shape)))

@@ -16,23 +16,33 @@ _LOOP = "stablehlo.while"
 
 # Without a limit that arguments in the host's memory would seem to exceed: beyond it values are computed twice.
 _WITH_HOST_MEMORY = {"xla_disable_hlo_passes": "rematerialization"}
+# Launches wait for those alone whose memory they read or write.
+_BESIDE_EACH_OTHER = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 
 
-def of(lowered: jax.stages.Lowered, platform: str, *, host_memory: bool = False) -> dict[str, str | int]:
+def of(
+    lowered: jax.stages.Lowered,
+    platform: str,
+    *,
+    host_memory: bool = False,
+    beside_each_other: bool = False,
+) -> dict[str, str | int]:
     """The options for a program and devices of a platform, as JAX names it.
 
-    Args: host_memory, whether some arguments lie in the host's.
+    Args: host_memory, whether some arguments lie in the host's; beside_each_other, whether launches that do not depend
+    on one another run at the same time.
     """
     if platform != "gpu":
         return {}
     captured = _CAPTURED if _has_loops(lowered) else _CAPTURED + _BRANCHES
     options = {"xla_gpu_enable_command_buffer": ",".join(captured), "xla_gpu_graph_min_graph_size": 1}
-    return options | (_WITH_HOST_MEMORY if host_memory else {})
+    options |= _WITH_HOST_MEMORY if host_memory else {}
+    return options | (_BESIDE_EACH_OTHER if beside_each_other else {})
 
 
-def here(lowered: jax.stages.Lowered, *, host_memory: bool = False) -> dict[str, str | int]:
-    """The options for a program on the default device."""
-    return of(lowered, jax.default_backend(), host_memory=host_memory)
+def here(lowered: jax.stages.Lowered, **options: bool) -> dict[str, str | int]:
+    """The options for a program on the default device; as `of`."""
+    return of(lowered, jax.default_backend(), **options)
 
 
 def _has_loops(lowered: jax.stages.Lowered) -> bool:
