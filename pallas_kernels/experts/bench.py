@@ -19,13 +19,14 @@ from pallas_kernels.bench_case import (
     random_fp4,
     random_fp8,
 )
-from pallas_kernels.experts import reference, tiers
+from pallas_kernels.experts import early, reference, tiers
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.specs import SPECS, ExpertSpec
 from pallas_kernels.experts.tiers import TieredExperts
 
 RESIDENT = 128  # packed experts to choose from
 HOT, SLOTS = 112, 3  # of them, and spare slots, where some are cold
+GUESSED = 12
 LIVE = 7
 CALLS = 8  # each with other experts
 DISTINCT = {"v4-flash": 30, "v4.1-flash": 30, "v4.1-flash drafter": 18, "demo": 10}
@@ -70,11 +71,13 @@ def random_hidden(spec: ExpertSpec, seed: int) -> reference.Hidden:
 def cases() -> tuple[OperationCase, ...]:
     """Gate and up, then down, of some listed experts and the shared one; and down of given hidden rows.
 
-    Then the same where some experts are cold, of which a step misses more than there are slots.
+    Then the same where some experts are cold, of which a step misses more than there are slots; and cold experts that
+    are fetched before a step asks for them.
     """
     return (
         *(_case(name, SPECS[name], distinct) for name, distinct in DISTINCT.items()),
         *(_tiered_case(name, SPECS[name], DISTINCT[name]) for name in ("v4-flash", "v4.1-flash")),
+        *(_early_case(name, SPECS[name]) for name in ("v4-flash", "v4.1-flash")),
     )
 
 
@@ -137,14 +140,9 @@ def _tiered_case(name: str, spec: ExpertSpec, distinct: int) -> OperationCase:
     def operands(calls):
         rows = jax.ShapeDtypeStruct((tiles.ROWS, spec.width), jnp.float16)
         hot, own = random_experts(spec, HOT)
-        outside = PackedExperts(
-            *(random_fp4(6 + i, part) for i, part in enumerate(spec.routed(RESIDENT - HOT)))
-        )
-        experts = TieredExperts(hot, tiers.to_records(outside))
-        order = jnp.asarray(np.random.default_rng(7).permutation(RESIDENT), jnp.int32)
-        table = jnp.stack([order >= HOT, order - jnp.where(order >= HOT, HOT, 0)], axis=-1).astype(jnp.int32)
+        experts = TieredExperts(hot, _cold_records(spec))
         kept = tiers.empty(1, SLOTS, tiers.record_words(hot))
-        shared = (bench_case.random_rows(4, rows, spec.block), experts, own, table[None], kept)
+        shared = (bench_case.random_rows(4, rows, spec.block), experts, own, _table(), kept)
         return shared, [random_routes(spec, seed, distinct) for seed in range(calls)]
 
     def outputs(body, options, shared, routes):
@@ -170,4 +168,50 @@ def _tiered_case(name: str, spec: ExpertSpec, distinct: int) -> OperationCase:
         sum(matrix.bytes for matrix in (*listed, *spec.shared())), CALLS, operands, fused,
         lambda shared, routes: outputs(tiers, options, shared, routes)[0],
         {"output": ROUNDED, "places": EXACT, "state": EXACT, "records": EXACT},
+    )  # fmt: skip
+
+
+def _cold_records(spec: ExpertSpec) -> jax.Array:
+    """The experts of a layer that are not on the device."""
+    parts = (random_fp4(6 + i, part) for i, part in enumerate(spec.routed(RESIDENT - HOT)))
+    return tiers.to_records(PackedExperts(*parts))
+
+
+def _table() -> jax.Array:
+    """Places [1, E, 2] of one layer's experts, in a mixed order."""
+    order = jnp.asarray(np.random.default_rng(7).permutation(RESIDENT), jnp.int32)
+    places = jnp.stack([order >= HOT, order - jnp.where(order >= HOT, HOT, 0)], axis=-1)
+    return places.astype(jnp.int32)[None]
+
+
+def _early_case(name: str, spec: ExpertSpec) -> OperationCase:
+    def operands(calls):
+        cold, table = _cold_records(spec), _table()
+        kept = tiers.empty(1, SLOTS, cold.shape[1])
+        kept = early.empty(kept, early.nothing_seen(1, 1, tiles.ROWS, spec.chosen))
+        outside = np.flatnonzero(np.random.default_rng(7).permutation(RESIDENT) >= HOT)
+        guesses = [
+            np.append(rng.choice(outside, 2, replace=False), rng.integers(RESIDENT, size=GUESSED - 2)) + 1
+            for rng in map(np.random.default_rng, range(calls))
+        ]
+        return (cold, table, kept), [jnp.asarray(own, jnp.int32)[None] for own in guesses]
+
+    def outputs(body, shared, named):
+        cold, table, kept = shared
+        kept, layer = body.plan(table, named, kept), jnp.int32(0)
+        records, turn = body.fetch(layer, cold, table, kept.early.fetches, kept.early.turn, kept.records[0])
+        kept = kept.with_records(0, records)._replace(early=kept.early._replace(turn=turn))
+        parts = (kept.owners, kept.ages, kept.early.fetches, kept.early.counts)
+        state = jnp.concatenate([part.reshape(-1) for part in parts])
+        return {"state": state, "records": records}, (cold, table, kept)
+
+    def fused(shared, named):
+        from pallas_kernels.experts import early_fused
+
+        return outputs(early_fused, shared, named)
+
+    return OperationCase(
+        "experts", f"{name} experts fetched early", ("plan_fetches", "fetch_experts"),
+        sum(matrix.bytes for matrix in spec.routed(2)), CALLS, operands, fused,
+        lambda shared, named: outputs(early, shared, named)[0], {"state": EXACT, "records": EXACT},
     )  # fmt: skip

@@ -141,8 +141,10 @@ def planned_step(config: ModelConfig, bodies: type[ReferenceBodies]) -> Callable
                 return jnp.where(count > ROWS, named, given), kept
 
             def boundary_and_route(self, *arguments):
-                made, _, ids = super().boundary_and_route(*arguments)
-                return made, _routes_of(next(layers), entries, chosen), ids
+                made, own, ids = super().boundary_and_route(*arguments)
+                given = _routes_of(next(layers), entries, chosen)
+                # No number of experts is negative: what reads the list waits for the router, as it does in decoding.
+                return made, given._replace(count=given.count + jnp.minimum(own.count, 0)), ids
 
         model.backbone.bodies = PlannedBodies
         stream, result = speculative_step(model, stream, control, ROWS)

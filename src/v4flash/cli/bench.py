@@ -274,7 +274,7 @@ def cold_text(record: dict[str, Any], verdicts: tuple[str, str] = ("OTHER BITS",
         checks,
         "",
         f"{'share':>6} {'cell':<11} {'ms/step':>8} {'spread':>15} {'floor':>6} {'experts':>8} {'cold':>6} "
-        f"{'missed':>7} {'GB':>7} {'link ms':>8} {'exposed':>8} {'ratio':>6}",
+        f"{'missed':>7} {'early':>6} {'used':>6} {'GB':>7} {'link ms':>8} {'exposed':>8} {'ratio':>6}",
     ]
     for cell in record["cells"]:
         spread = "{:.3f}-{:.3f}".format(*cell["spread"])
@@ -282,7 +282,8 @@ def cold_text(record: dict[str, Any], verdicts: tuple[str, str] = ("OTHER BITS",
             f"{100 * cell['asked_share']:>4g} % {cell['cell']:<11} {cell['milliseconds']:>8.3f} {spread:>15} "
             f"{cell['floor_milliseconds']:>6.2f} {cell['experts_per_layer']['mean']:>8.1f} "
             f"{cell['cold_per_step']:>6.1f} "
-            f"{cell['missed_per_step']:>7.1f} {cell['gigabytes_moved']:>7.3f} {cell['link_milliseconds']:>8.2f} "
+            f"{cell['missed_per_step']:>7.1f} {cell.get('fetched_per_step', 0):>6.1f} "
+            f"{cell.get('used_per_step', 0):>6.1f} {cell['gigabytes_moved']:>7.3f} {cell['link_milliseconds']:>8.2f} "
             f"{cell['exposed_milliseconds']:>8.3f} {cell['over_resident']:>6.3f}"
         )
     for cell in record["cells"]:
