@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -96,8 +97,25 @@ def test_wrong_requests_are_refused(wrong):
         cold_cells.Request(**{"config": config, "hot": 5, "draft_length": 1, "context": 200} | wrong)
 
 
-@pytest.mark.slow  # two programs are compiled
-def test_the_command_times_four_cells_a_share_and_compares_bits_first(tmp_path, capsys):
+@pytest.fixture
+def places(monkeypatch):
+    """Of each run of steps: the program's name, its lists, and by step the addresses of the arrays handed on."""
+    found, step = {}, cold_step._Bench._step
+
+    def watched(bench, program, lists):
+        result = step(bench, program, lists)
+        # The lists are kept, so that no others get their address.
+        own = found.setdefault(id(lists), (program, lists, []))[2]
+        handed_on = bench.kept, bench.stream, bench.position, result
+        own.append(tuple(leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(handed_on)))
+        return result
+
+    monkeypatch.setattr(cold_step._Bench, "_step", watched)
+    return found
+
+
+@pytest.mark.slow  # three programs are compiled
+def test_the_command_times_its_cells_in_place_and_compares_bits_first(tmp_path, capsys, places):
     (tmp_path / "config.json").write_text(json.dumps(tiny_json(drafter=True)))
     out = tmp_path / "record.json"
     code = main(
@@ -132,6 +150,10 @@ def test_the_command_times_four_cells_a_share_and_compares_bits_first(tmp_path, 
     moved = (some["missed_per_step"] + some["fetched_per_step"]) * record["expert_bytes"] / 1e9
     assert some["gigabytes_moved"] == pytest.approx(moved, abs=1e-4)
     assert "20 % cold" in capsys.readouterr().out
+    timed = list(places.values())[-len(record["cells"]) :]
+    assert [program for program, _, _ in timed] == ["resident", *["tiered"] * 3, *["early"] * 3]
+    # Behind these steps a result was read, where it lay because this is no GPU: its memory is not given away.
+    assert all(len(set(addresses[: 4 * (1 + 2)])) == 1 for _, _, addresses in timed)
 
 
 def test_options_of_one_way_are_refused_for_the_other(tmp_path, capsys):

@@ -45,9 +45,11 @@ from v4flash.model.fused.bodies import FusedBodies, ReferenceBodies
 from v4flash.model.fused.model import FusedModel
 from v4flash.model.fused.packing import PackedModel
 from v4flash.profile.deviceless import REAL_NUMERICS, abstract_weights
-from v4flash.speculative.step import speculative_step
-from v4flash.speculative.stream import Control, Stream
+from v4flash.speculative.step import draft_limit, speculative_step
+from v4flash.speculative.stream import Control, StepResult, Stream
 
+# What is kept, the stream, the position and the last result stay where they are, as in decoding (steady_step).
+DONATED = (1, 2, 5, 6)
 _WORDS = 64  # of the 256 bytes that parts of a plan start at, so that kernels read them where they are
 
 
@@ -83,8 +85,9 @@ class Programs:
     """The step for two memories, the same that fetches guessed experts early, and the one that knows no cold experts,
     compiled beside each other.
 
-    All are run(params, kept, stream, control, lists, position) -> (result, kept, stream, next position), with None for
-    what is kept in the last. `params` and `empty` are the weights of the second, and what it keeps, as shapes.
+    All are run(params, kept, stream, control, lists, position, spent) -> (kept, stream, next position, result), with
+    None for what is kept in the last; spent is a result whose memory the new one takes. `params` and `empty` are the
+    weights of the second, and what it keeps, as shapes; `blank` is a result to begin with.
     """
 
     def __init__(self, request: Request, say: Callable[[str], None]):
@@ -106,10 +109,13 @@ class Programs:
         words = list_words(ids, ROWS * config.num_experts_per_tok, _no_guesses(ids))
         lists = jax.ShapeDtypeStruct((request.needed_steps, *words.shape), jnp.int32)
         position = jax.ShapeDtypeStruct((), jnp.int32)
+        self.blank = StepResult.blank(draft_limit(ROWS) if config.draft else 0)
         step = planned_step(config, self.bodies)
         resident, late = without_cold(self.params), self.empty._replace(early=None)
         lowered = [
-            jax.jit(step, donate_argnums=(1, 2, 5)).lower(own, kept, stream, control, lists, position)
+            jax.jit(step, donate_argnums=DONATED, keep_unused=True).lower(
+                own, kept, stream, control, lists, position, self.blank
+            )
             for own, kept in ((self.params, late), (self.params, self.empty), (resident, None))
         ]
         # Nothing in the others is there to run beside something else.
@@ -128,8 +134,15 @@ def planned_step(config: ModelConfig, bodies: type[ReferenceBodies]) -> Callable
     entries, chosen = ROWS * config.num_experts_per_tok, config.num_experts_per_tok
 
     def step(
-        params: PackedModel, kept, stream: Stream, control: Control, lists: jax.Array, position: jax.Array
+        params: PackedModel,
+        kept,
+        stream: Stream,
+        control: Control,
+        lists: jax.Array,
+        position: jax.Array,
+        spent: StepResult,
     ):
+        del spent
         model, words = FusedModel(config, REAL_NUMERICS, params, bodies, kept), lists[position]
         layers = iter(words)
 
@@ -148,7 +161,8 @@ def planned_step(config: ModelConfig, bodies: type[ReferenceBodies]) -> Callable
 
         model.backbone.bodies = PlannedBodies
         stream, result = speculative_step(model, stream, control, ROWS)
-        return result, model.backbone.kept, stream, (position + 1) % lists.shape[0]
+        # In the order of the donated arguments: arrays of one shape and type take their memory in turn.
+        return model.backbone.kept, stream, (position + 1) % lists.shape[0], result
 
     return step
 
@@ -203,6 +217,7 @@ class _Bench:
         self.control = real_step.control_of(config, request.draft_length, ROWS)
         self.stream = real_step.noisy(real_step.empty_stream(config, programs.shapes))
         self.kept = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), programs.empty)
+        self.spent = jax.device_put(programs.blank)
 
     def checked(self, routes: ColdRoutes) -> dict[str, bool]:
         """Whether what must be the same is, bit for bit: caches behind a step, and the slots of kept experts."""
@@ -256,15 +271,16 @@ class _Bench:
 
         return timed_cell(request, request.config, self.weights, routes.distinct, loop, counted)
 
-    def _step(self, program: str, lists: jax.Array):
+    def _step(self, program: str, lists: jax.Array) -> StepResult:
+        """One step; its result is readable until the next one."""
         fetched = self.kept.early
         kept = {"tiered": self.kept._replace(early=None), "early": self.kept, "resident": None}[program]
         run, params = getattr(self.programs, program), self.params[program]
-        made = run(params, kept, self.stream, self.control, lists, self.position)
-        result, kept, self.stream, self.position = made
+        made = run(params, kept, self.stream, self.control, lists, self.position, self.spent)
+        kept, self.stream, self.position, self.spent = made
         if kept is not None:
             self.kept = kept if program == "early" else kept._replace(early=fetched)
-        return result
+        return self.spent
 
     def _caches(self, program: str, lists: jax.Array) -> list[np.ndarray]:
         """The windows of all layers behind one step from the same state every time."""
