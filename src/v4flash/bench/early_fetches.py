@@ -1,16 +1,20 @@
-"""Copies of cold experts by themselves, beside a row of expert launches, and in a cut step: python -m ... [layers].
+"""Copies of cold experts by themselves, beside a row of expert launches, and in a cut step.
+
+    python -m v4flash.bench.early_fetches [LAYERS]
 
 Knows: what rate a copy of few programs reaches, whether it runs beside other launches by XLA's ways of ordering a
 captured graph, and what either costs the other. Does not know: guesses of a real text. A GPU is needed.
 """
 
+import argparse
 import functools
-import sys
 import time
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tiles
 from pallas_kernels.bench_case import nudged, random_rows
 from pallas_kernels.experts import bench as expert_cases
 from pallas_kernels.experts import early_fused, fused, tiers
@@ -29,18 +33,27 @@ CALLS, REPEATS = 10, 3
 MODES = ("SERIALIZE", "LHS", "CONCURRENT")
 
 
-def main(layers: int = 6) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Prints three short tables."""
-    started = time.perf_counter()
+    parser = argparse.ArgumentParser(prog="python -m v4flash.bench.early_fetches")
+    parser.add_argument(
+        "layers",
+        nargs="?",
+        type=int,
+        default=6,
+        help="backbone layers of the cut step (default 6), 0 for no step",
+    )
+    options, started = parser.parse_args(arguments), time.perf_counter()
 
     def say(line: str) -> None:
         print(f"[{time.perf_counter() - started:5.1f} s] {line}", flush=True)
 
     copies(say)
-    step(layers, say)
+    if options.layers:
+        step(options.layers, say)
 
 
-def copies(say) -> None:
+def copies(say: Callable[[str], None]) -> None:
     """A fetch alone, and fetches beside a row of expert launches."""
     words = tiers.record_words(SPEC.routed())
     cold = jax.device_put(jnp.ones((COLD, words), jnp.int32), host_memory())
@@ -48,8 +61,7 @@ def copies(say) -> None:
     table = jnp.tile(table, (FETCHES, 1, 1))
     routed, shared = expert_cases.random_experts(SPEC, RESIDENT)
     routes = expert_cases.random_routes(SPEC, 0, LISTED, RESIDENT)
-    x = random_rows(4, jax.ShapeDtypeStruct((8, SPEC.width), jnp.float16), SPEC.block)
-    weights = routed, shared, routes, x
+    weights = routed, shared, routes
     all_slots = jnp.tile(1 + jnp.arange(SLOTS, dtype=jnp.int32), (FETCHES, 1))
     one_slot = all_slots * (jnp.arange(SLOTS) == 0)
     for programs in (4, 8, 16, 32):
@@ -71,14 +83,17 @@ def copies(say) -> None:
                 f"{1e3 * took:.2f} ms")  # fmt: skip
 
 
-def together(cold, table, fetches, weights, turn, records, *, programs: int, fetched: int, row: int):
-    """Fetches one behind the other, and layers of experts one behind the other; neither needs the other."""
+def together(cold, table, fetches, weights, x, turn, records, *, programs: int, fetched: int, row: int):
+    """Fetches one behind the other, and layers of experts one behind the other; neither needs the other.
+
+    Returns x, turn and records in place of what was given.
+    """
     records = list(records)
     for layer in range(fetched):
         records[layer], turn = early_fused.fetch(
             jnp.int32(layer), cold, table, fetches, turn, records[layer], programs=programs
         )
-    routed, shared, routes, x = weights
+    routed, shared, routes = weights
     options = dict(scale_block=SPEC.block, dtype=jnp.bfloat16)
     for _ in range(row):
         hidden = fused.gate_up(x, routed, shared, routes, limit=SPEC.limit, **options)
@@ -89,24 +104,27 @@ def together(cold, table, fetches, weights, turn, records, *, programs: int, fet
     return x, turn, tuple(records)
 
 
-def timed(program, mode: str, cold, table, fetches, weights) -> float:
+def timed(program: Callable, mode: str, cold, table, fetches, weights) -> float:
     """Seconds a call, the best of a few rounds."""
+    x = random_rows(4, jax.ShapeDtypeStruct((tiles.ROWS, SPEC.width), jnp.float16), SPEC.block)
     turn = jnp.zeros((1,), jnp.int32)
     records = tuple(jnp.zeros((SLOTS, cold.shape[1]), jnp.int32) for _ in range(FETCHES))
-    lowered = jax.jit(program, donate_argnums=(4, 5)).lower(cold, table, fetches, weights, turn, records)
+    lowered = jax.jit(program, donate_argnums=(4, 5, 6), keep_unused=True).lower(
+        cold, table, fetches, weights, x, turn, records
+    )
     options = compiler_options.here(lowered, host_memory=True)
     options["xla_gpu_command_buffer_scheduling_mode"] = mode
     run, found = lowered.compile(compiler_options=options), []
     for _ in range(1 + REPEATS):
         began = time.perf_counter()
         for _ in range(CALLS):
-            x, turn, records = run(cold, table, fetches, weights, turn, records)
+            x, turn, records = run(cold, table, fetches, weights, x, turn, records)
         jax.block_until_ready((x, records))
         found.append((time.perf_counter() - began) / CALLS)
     return min(found[1:])
 
 
-def step(layers: int, say) -> None:
+def step(layers: int, say: Callable[[str], None]) -> None:
     """The cells of `v4flash bench --experts host`, of the first layers only."""
     config = ModelConfig.from_file(budget.configuration("v4-flash-0731"))
     if layers < config.num_hidden_layers:
@@ -124,4 +142,4 @@ def step(layers: int, say) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()
