@@ -83,6 +83,7 @@ def compile_for(
     donated: int | tuple[int, ...] = (),
     *,
     devices: int = 1,
+    beside_each_other: bool = False,
 ) -> Compiled:
     """Compiles `function` for one device of `target`, or as one program for two.
 
@@ -90,6 +91,7 @@ def compile_for(
       arguments: one pytree of arrays or ShapeDtypeStructs per parameter; for two devices the first are weights with
         divided stacks (`peer_way.specs_of`), in the shapes that both devices have together.
       donated: indices of arguments whose memory the result may take over.
+      beside_each_other: of `compiler_options.of`.
 
     Raises CapacityError where JAX has no compiler for the target.
     """
@@ -119,7 +121,8 @@ def compile_for(
         lap("trace")
         lowered = traced.lower()
         lap("lower")
-        options = compiler_options.of(lowered, "gpu") | _OPTIONS | {"xla_dump_to": folder}
+        options = compiler_options.of(lowered, "gpu", beside_each_other=beside_each_other)
+        options |= _OPTIONS | {"xla_dump_to": folder}
         compiled = lowered.compile(compiler_options=options)
         lap("compile")
         thunks, names = _launches(Path(folder))

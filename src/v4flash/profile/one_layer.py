@@ -50,7 +50,7 @@ def layer(
 
     With `hot` only so many of its experts are on the device, the others in host memory; the compiler does not see that
     memory without a GPU, and takes both for the device's. Backend xla then has loops, whose kernels are counted once;
-    with `early`, backend fused fetches guessed experts before the layer.
+    with `early`, backend fused fetches guessed experts before the layer, while other launches run.
     `config` is a file, or the name of one in configs/models. It runs in a process of its own, a quarter of a minute.
     Raises what `budget.budget` raises.
     """
@@ -100,7 +100,9 @@ def compiled_layer(
         return stream, None if hot is None else form.changed(found), output.hidden
 
     arguments = params, state, kept, rows, scalar
-    compiled = deviceless.compile_for(targets.target(target), trunk, arguments, donated=(1, 2))
+    compiled = deviceless.compile_for(
+        targets.target(target), trunk, arguments, donated=(1, 2), beside_each_other=early
+    )
     report = executable_report.report(compiled, deviceless.tree_bytes((state, kept)))
     return {
         "kernels": [
