@@ -10,16 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiered_toys
-from packed_toys import small_toy
-from toy_models import Toy
+from packed_toys import SMALL, small_toy
+from toy_models import Toy, random_toy, with_table_sizes
 
+from v4flash.checkpoint.export import save_published
 from v4flash.checkpoint.loading import LoadedModel
-from v4flash.engine import backends, fused_host_way, host_way, programs
+from v4flash.config import ModelConfig
+from v4flash.engine import backends, compiler_options, fused_host_way, host_way, opening, programs, ways
 from v4flash.engine.backends import ChangingWeights
 from v4flash.engine.language_model import LanguageModel
 from v4flash.model.fused import two_memories
 from v4flash.model.fused.bodies import ReferenceBodies
 from v4flash.model.fused.packing import pack_model
+from v4flash.model.numerics import Numerics
 from v4flash.placement.host_memory import host_memory
 from v4flash.placement.table import COLD, Placement
 
@@ -49,19 +52,18 @@ class EveryGuess(ReferenceBodies):
 
 
 def models(
-    family: str, *, early: bool = False, bodies: type[ReferenceBodies] = ReferenceBodies
+    family: str, bodies: type[ReferenceBodies] = ReferenceBodies
 ) -> tuple[LanguageModel, LanguageModel]:
     """(all experts on the device, cold ones in the host's memory) of one toy, on the operations' definitions.
 
-    With `early` the second fetches what `bodies` guess.
+    The second fetches early what `bodies` guess.
     """
     toy, memory = small_toy(family), host_memory()
     config, numerics, placement = toy.config, toy.numerics, tiered_toys.placement(toy, HOT_COUNT)
     divided = fused_host_way.packed(config, numerics, cut(toy, placement), placement, memory)
     assert config.n_routed_experts == EXPERTS
     kept = two_memories.nothing_kept(divided, SPARE)
-    if early:
-        kept = two_memories.nothing_fetched(divided, kept, config.num_experts_per_tok)
+    kept = two_memories.nothing_fetched(divided, kept, config.num_experts_per_tok)
     weights = ChangingWeights(divided, kept)
     build = functools.partial(
         programs.build,
@@ -103,6 +105,8 @@ def test_the_text_of_resident_experts_swaps_or_not(family):
         assert text(hosted, 1, swaps=True, **options) == expected
     cold, missed, kept = np.asarray(hosted.params.changed.counts).sum(axis=0).tolist()
     assert 0 < kept <= missed < cold
+    fetched, used = np.asarray(hosted.params.changed.early.counts).sum(axis=0).tolist()
+    assert 0 < used <= fetched
     kinds = {layer.experts.cold.sharding.memory_kind for layer in hosted.params.kept.layers}
     assert kinds == {host_memory().memory_kind}
 
@@ -110,7 +114,7 @@ def test_the_text_of_resident_experts_swaps_or_not(family):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["v4", "v41"])
 def test_the_text_of_resident_experts_whatever_is_guessed(family):
-    resident, hosted = models(family, early=True, bodies=EveryGuess)
+    resident, hosted = models(family, EveryGuess)
     for options in ({"k": 0}, {"k": 5}, {"k": 5, "temperature": 1.0}):
         expected = text(resident, 1, **options)
         assert text(hosted, 1, **options) == expected
@@ -125,6 +129,43 @@ def test_the_text_of_resident_experts_whatever_is_guessed(family):
                 np.testing.assert_array_equal(record, pack.experts.cold[placement.slot[layer, owner - 1]])
                 filled += 1
     assert filled
+
+
+@pytest.mark.slow  # a checkpoint is opened twice, and four programs compiled
+def test_an_opened_checkpoint_fetches_early_beside_other_launches(tmp_path, monkeypatch):
+    raw = with_table_sizes(SMALL["v41"])
+    config = ModelConfig.from_dict(raw)
+    save_published(tmp_path / "toy", raw, random_toy(config, quantise=False).params)
+    asked, of = [], compiler_options.of
+
+    def watched(*arguments, **options):
+        asked.append(options["beside_each_other"])
+        return of(*arguments, **options)
+
+    monkeypatch.setattr(compiler_options, "of", watched)
+    placement, numerics = Placement.in_order(config.num_hidden_layers, EXPERTS, HOT_COUNT), Numerics()
+    resident = opening.open_packed(tmp_path / "toy", numerics, SHAPES, None, ReferenceBodies)
+    assert not any(asked)
+    asked.clear()
+    told = ways.Opening(tmp_path / "toy", numerics, SHAPES, placement, True, None, lambda sentence: None)
+    hosted = fused_host_way.open_host(told, ReferenceBodies)
+    assert asked and all(asked)
+    backend = backends.Backend(backends.FUSED)
+    hosted = LanguageModel(*hosted, backend, placement=placement)
+    assert text(hosted, 1, k=5, swaps=True) == text(LanguageModel(*resident, backend), 1, k=5)
+    fetched, used = np.asarray(hosted.params.changed.early.counts).sum(axis=0).tolist()
+    assert 0 < used <= fetched
+
+
+def test_launches_that_run_beside_each_other_are_another_program(tmp_path):
+    one = jnp.zeros((3,))
+    pin = functools.partial(programs.executable, "more", lambda x: x + 1, (one,), one, (), (), tmp_path)
+    assert [pin(beside_each_other=beside)[1] for beside in (False, True, False, True)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_programs_are_made_from_the_shapes_that_packing_gives():

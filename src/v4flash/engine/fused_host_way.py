@@ -1,4 +1,4 @@
-"""Experts in the host's memory for hand-fused launches, which read a missed one there and keep it meanwhile.
+"""Experts in the host's memory for hand-fused launches, which fetch guessed ones early, and read a missed one there.
 
 Knows: how a checkpoint cut into hot and cold experts is packed, and how two packed experts change places. Does not
 know: what a pass does with them (`pallas_kernels.experts.tiers`), or how they are cut (host_way).
@@ -46,9 +46,22 @@ def open_host(
     opening.say("compiling")
     shapes = two_memories.shapes(backends.packed_shapes(config, numerics), placement.hot, memory)
     spare = min(SPARE, placement.experts - placement.hot)
-    empty = jax.eval_shape(lambda: two_memories.nothing_kept(shapes, spare))
+    empty = jax.eval_shape(
+        lambda: two_memories.nothing_fetched(
+            shapes, two_memories.nothing_kept(shapes, spare), config.num_experts_per_tok
+        )
+    )
+    # What is fetched on a guess is to come while other launches run.
+    pin = functools.partial(programs.executable, beside_each_other=True)
     pinned = programs.build(
-        None, ChangingWeights(shapes, empty), config, numerics, opening.shapes, opening.cache, bodies=bodies
+        None,
+        ChangingWeights(shapes, empty),
+        config,
+        numerics,
+        opening.shapes,
+        opening.cache,
+        bodies=bodies,
+        runner=programs.Runner(pin),
     )
     opening.say(f"loading {opening.path}")
     put = functools.partial(host_way.put, placement, memory)

@@ -292,6 +292,8 @@ def executable(
     donated: tuple[int, ...],
     facts: tuple[str, ...],
     cache: Path | None,
+    *,
+    beside_each_other: bool = False,
 ) -> tuple[Callable, bool]:
     """Compiles `function` for arguments of these shapes, or loads it from `cache`; True if it was loaded.
 
@@ -302,9 +304,10 @@ def executable(
       donated: indices of arguments whose memory the result may take over.
       facts: whatever else the compiled code depends on, for the key.
       cache: a folder; None neither reads nor writes.
+      beside_each_other: of `compiler_options.of`.
     """
     devices = _devices(arguments)
-    key = _cache_key((name, *facts), arguments, devices[0]) if cache else ""
+    key = _cache_key((name, *facts, repr(beside_each_other)), arguments, devices[0]) if cache else ""
     file = cache / f"{name}-{key}.executable" if cache else None
     found = _load(file, arguments, outputs, devices) if file else None
     if found is not None:
@@ -316,7 +319,9 @@ def executable(
     lowered = jax.jit(function, donate_argnums=donated, keep_unused=True).trace(*abstract).lower()
     kinds = {getattr(leaf.sharding, "memory_kind", None) for leaf in jax.tree.leaves(abstract)}
     outside = not kinds.isdisjoint(MEMORIES)
-    options = compiler_options.of(lowered, devices[0].platform, host_memory=outside)
+    options = compiler_options.of(
+        lowered, devices[0].platform, host_memory=outside, beside_each_other=beside_each_other
+    )
     compiled = lowered.compile(compiler_options=options)
     if file:
         _store(file, compiled)
