@@ -108,8 +108,12 @@ def gate_up_tile(columns: int, width: int) -> tuning.Choice:
 
 
 def down_tile(columns: int, width: int) -> tuning.Choice:
-    """As `gate_up_tile`."""
-    return tuning.choice("experts", tuning.by_shape(columns, width, what="down"), {"warps": 4, "fenced": 0})
+    """As `gate_up_tile`; where `walking_kernels.down` has its place, with as many warps.
+
+    Sums are added in the same order then: an expert's bits do not tell in which memory it lies.
+    """
+    tile = tuning.choice("experts", tuning.by_shape(columns, width, what="down"), {"warps": 4, "fenced": 0})
+    return {**tile, "warps": walking_tile(columns, width).get("warps", tile["warps"])}
 
 
 def walking_tile(columns: int, width: int) -> tuning.Choice:
