@@ -84,6 +84,7 @@ def cases() -> tuple[OperationCase, ...]:
 def _case(name: str, spec: ExpertSpec, distinct: int) -> OperationCase:
     dtype = jnp.dtype(spec.dtype)
     single = dtype == jnp.float32
+    walks = spec.channels % (8 * tiles.CHUNK) == 0  # rows of whole turns of eight warps
 
     def operands(calls):
         rows = jax.ShapeDtypeStruct((tiles.ROWS, spec.width), jnp.float16)
@@ -125,7 +126,7 @@ def _case(name: str, spec: ExpertSpec, distinct: int) -> OperationCase:
         ),
         choices={
             tuning.by_shape(spec.width, spec.channels, what=product): found
-            for product, found in (("gate_up", TILES), ("down", TILES), ("walking down", WALKS))
+            for product, found in (("gate_up", TILES), ("walking down", WALKS) if walks else ("down", TILES))
         },
     )  # fmt: skip
 
