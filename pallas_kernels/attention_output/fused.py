@@ -3,6 +3,8 @@
 Knows: shapes, and how both products are cut. Does not know: the bodies (`kernels`).
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -65,8 +67,8 @@ def project(
     near = dense.fp8_settings(heads, first, scale_block, groups, warps=warps, splits=tile["splits"])
     far = dense.fp8_settings(latent, second, scale_block, warps=warps, splits=tile["second_splits"])
     joined = _block(round_block) // tiles.TILE
-    each = tile["each"] if joined % tile["each"] == 0 and dense.walks(near, groups, tile["each"]) else 1
-    second_each = tile["second_each"] if dense.walks(far, 1, tile["second_each"]) else 1
+    each = dense.tiles_each(near, math.gcd(joined, near["TILES"] // groups), tile["each"])
+    second_each = dense.tiles_each(far, far["TILES"], tile["second_each"])
     out, _, _, counters = launch.call(
         kernels.output_projection,
         half_terms(heads),

@@ -82,10 +82,13 @@ def fp8_settings(
     )  # fmt: skip
 
 
-def walks(product: dict, groups: int, each: int) -> bool:
-    """Whether `kernels.walking_fp8_program` can do a product of these settings, `each` tiles a program."""
+def tiles_each(product: dict, together: int, wanted: int) -> int:
+    """Tiles of a program: `wanted` ones where `kernels.walking_fp8_program` can do a product of these settings, else 1.
+
+    `together`: tiles that a program's must divide, for it may not leave their rows or their rounding block.
+    """
     one_turn = product["BLOCKS"] == tiles.CHUNK // tiles.BLOCK * product["SPLITS"] * product["WARPS"]
-    return each > 1 and one_turn and product["TILES"] // groups % each == 0
+    return wanted if one_turn and together % wanted == 0 else 1
 
 
 def exact_product(x: jax.Array, weight: jax.Array, *, splits: int | None = None) -> jax.Array:

@@ -157,9 +157,7 @@ def walking_fp8_program(
     tile, split = program % STEPS * EACH, program // STEPS
     words = words_ptr + tile.to(tl.int64) * (CHUNKS * 1024)
     scales = scales_ptr + tile.to(tl.int64) * (CHUNKS * 2)
-    ahead = ()
-    for half in tl.static_range(2):
-        ahead = ahead + (fp8.half_turn(words, scales, split * WARPS, half, program * 0 + 1, WARPS),)
+    ahead = fp8.held_turn(words, scales, split * WARPS, 2, WARPS)
     rows = rows_ptr + tile // (TILES // GROUPS) * (32 * BLOCKS)
     if ARRIVALS:
         rows += wait(counters, LINE, ARRIVALS)

@@ -24,14 +24,13 @@ def _part(count_ptr, TILES: tl.constexpr, SHARED: tl.constexpr, PROGRAMS: tl.con
 
 
 @triton.jit
-def _tile_weights(words_ptr, scales_ptr, index, CHUNKS: tl.constexpr, WARPS: tl.constexpr):
-    """Weights and scales of a whole tile, by turns."""
-    made = ()
-    for turn in tl.static_range(CHUNKS // WARPS):
-        made = made + (
-            fp4.turn_weights(words_ptr + index * (CHUNKS * 512), scales_ptr + index * (CHUNKS * 32), turn, WARPS),
-        )  # fmt: skip
-    return made
+def _turn_weights(
+    words_ptr, scales_ptr, index, turn: tl.constexpr, CHUNKS: tl.constexpr, WARPS: tl.constexpr
+):
+    """Weights and scales of a turn of the tile with this number."""
+    return fp4.turn_weights(
+        words_ptr + index * (CHUNKS * 512), scales_ptr + index * (CHUNKS * 32), turn, WARPS
+    )
 
 
 @triton.jit
@@ -70,7 +69,10 @@ def down(
     begin, end = tl.maximum(begin - SHARED, 0), tl.maximum(end - SHARED, 0)
     entry = begin // TILES
     expert = tl.load(ids_ptr + entry, mask=entry < count, other=0)
-    ahead = _tile_weights(words_ptr, scales_ptr, expert * TILES + begin % TILES, CHUNKS, WARPS)
+    ahead = ()
+    for turn in tl.static_range(TURNS):
+        index = expert * TILES + begin % TILES
+        ahead = ahead + (_turn_weights(words_ptr, scales_ptr, index, turn, CHUNKS, WARPS),)
     for entry in range(loop_bound(begin // TILES), loop_bound((end + TILES - 1) // TILES)):
         own = tl.load(ids_ptr + entry) * TILES
         behind = tl.load(ids_ptr + tl.minimum(entry + 1, ENTRIES - 1)) * TILES
@@ -93,11 +95,7 @@ def down(
             coming = ()
             for turn in tl.static_range(TURNS):
                 sums = fp4.add_turn(sums, ahead[turn], rows[turn])
-                coming = coming + (
-                    fp4.turn_weights(
-                        words_ptr + following * (CHUNKS * 512), scales_ptr + following * (CHUNKS * 32), turn, WARPS
-                    ),
-                )  # fmt: skip
+                coming = coming + (_turn_weights(words_ptr, scales_ptr, following, turn, CHUNKS, WARPS),)
             ahead = coming
             store_partial(sums, where, entry, tile, slot_ptr, partial_ptr, TILES, CHOSEN, WARPS)
             tl.debug_barrier()

@@ -216,7 +216,7 @@ def _write_and_query(
     tile = tuning.choice("key_rows", name, {"held": HELD, "warps": None, "each": 1})
     product = dense.fp8_settings(latent, matrix, scale_block, warps=tile["warps"])
     grid, terms = product.pop("grid"), product["TERMS"]
-    each = tile["each"] if dense.walks(product, 1, tile["each"]) else 1
+    each = dense.tiles_each(product, product["TILES"], tile["each"])
     entries, padded = own.constants["ENTRIES"], own.constants["N"]
     pooled = pool is not None and pool.ratio > 1
     shares = max(1, padded // SHARE) if pooled else 1

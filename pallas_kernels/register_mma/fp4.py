@@ -72,6 +72,38 @@ def _store_scales(pointer, scales, blocks, GUARDED: tl.constexpr):
 
 
 @triton.jit
+def _chunk_rows(rows, peaks, q, row_blocks, TOGETHER: tl.constexpr, GUARDED: tl.constexpr):
+    """A lane's activations of a chunk, 16 words, rounded if TOGETHER."""
+    near = lanes.load_rows(rows, row_blocks, GUARDED)
+    far = lanes.load_rows(rows + 64, row_blocks - 2, GUARDED)
+    if TOGETHER:
+        peak = lanes.load_peaks(peaks, row_blocks, q)
+        both = lanes.rounding_scales(peak, 0, TOGETHER)
+        made = ()
+        for block in tl.static_range(4):
+            if block < 2:
+                x = near[4 * block : 4 * block + 4]
+            else:
+                x = far[4 * block - 8 : 4 * block - 4]
+            if TOGETHER == 32 and block > 0:
+                both = lanes.rounding_scales(peak, block, TOGETHER)
+            x = lanes.rounded_words(x, both)
+            made = made + (x[0], x[1], x[2], x[3])
+    else:
+        made = near + far
+    return made
+
+
+@triton.jit
+def add_turn(sums, loaded, rows):
+    """Adds a turn of weights from `turn_weights` times rows from `turn_rows`."""
+    s, w = loaded
+    for block in tl.static_range(4):
+        sums = _block(block, w[4 * block : 4 * block + 4], rows[4 * block : 4 * block + 4], s, sums)
+    return sums
+
+
+@triton.jit
 def _turn(
     sums,
     words,
@@ -91,22 +123,10 @@ def _turn(
     """Adds the chunk that lies `chunk` chunks behind the lane's first one."""
     s = _load_scales(scales + chunk * 32, blocks, GUARDED, COHERENT)
     w = lanes.load_weights(words + chunk * 512, blocks, GUARDED, FENCED, COHERENT)
-    near = lanes.load_rows(rows + chunk * 128, row_blocks, GUARDED or SPARSE)
-    far = lanes.load_rows(rows + (chunk * 128 + 64), row_blocks - 2, GUARDED or SPARSE)
-    if TOGETHER:
-        peak = lanes.load_peaks(peaks + chunk * 16, row_blocks, q)
-        both = lanes.rounding_scales(peak, 0, TOGETHER)
-    for block in tl.static_range(4):
-        if block < 2:
-            x = near[4 * block : 4 * block + 4]
-        else:
-            x = far[4 * block - 8 : 4 * block - 4]
-        if TOGETHER:
-            if TOGETHER == 32 and block > 0:
-                both = lanes.rounding_scales(peak, block, TOGETHER)
-            x = lanes.rounded_words(x, both)
-        sums = _block(block, w[4 * block : 4 * block + 4], x, s, sums)
-    return sums
+    x = _chunk_rows(
+        rows + chunk * 128, peaks + chunk * 16, q, row_blocks, TOGETHER, GUARDED or SPARSE
+    )  # fmt: skip
+    return add_turn(sums, (s, w), x)
 
 
 @triton.jit
@@ -126,32 +146,8 @@ def turn_rows(
     warp, g, q = lanes.position(WARPS)
     chunk: tl.constexpr = turn * WARPS
     rows = rows_ptr + g * (32 * BLOCKS) + warp * 128 + q * 8 + chunk * 128
-    near = lanes.load_rows(rows, 4, False)
-    far = lanes.load_rows(rows + 64, 4, False)
-    if TOGETHER:
-        peaks = peaks_ptr + g * (4 * BLOCKS) + warp * 16 + q * 4 + chunk * 16
-        peak = lanes.load_peaks(peaks, 4, q)
-        made = ()
-        for block in tl.static_range(4):
-            both = lanes.rounding_scales(peak, block, TOGETHER)
-            if block < 2:
-                x = near[4 * block : 4 * block + 4]
-            else:
-                x = far[4 * block - 8 : 4 * block - 4]
-            x = lanes.rounded_words(x, both)
-            made = made + (x[0], x[1], x[2], x[3])
-    else:
-        made = near + far
-    return made
-
-
-@triton.jit
-def add_turn(sums, loaded, rows):
-    """Adds a turn of weights from `turn_weights` times rows from `turn_rows`."""
-    s, w = loaded
-    for block in tl.static_range(4):
-        sums = _block(block, w[4 * block : 4 * block + 4], rows[4 * block : 4 * block + 4], s, sums)
-    return sums
+    peaks = peaks_ptr + g * (4 * BLOCKS) + warp * 16 + q * 4 + chunk * 16
+    return _chunk_rows(rows, peaks, q, 4, TOGETHER, False)
 
 
 @triton.jit

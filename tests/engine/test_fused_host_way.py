@@ -62,8 +62,7 @@ def models(
     config, numerics, placement = toy.config, toy.numerics, tiered_toys.placement(toy, HOT_COUNT)
     divided = fused_host_way.packed(config, numerics, cut(toy, placement), placement, memory)
     assert config.n_routed_experts == EXPERTS
-    kept = two_memories.nothing_kept(divided, SPARE)
-    kept = two_memories.nothing_fetched(divided, kept, config.num_experts_per_tok)
+    kept = two_memories.nothing_fetched(divided, SPARE, config.num_experts_per_tok)
     weights = ChangingWeights(divided, kept)
     build = functools.partial(
         programs.build,

@@ -59,7 +59,7 @@ def test_cold_experts_change_no_bit_and_moving_one_compiles_nothing(family):
         assert all(layer.experts.cold.sharding.memory_kind == "pinned_host" for layer in packed.layers)
         state, kept = toy.state(CONTEXT, ROWS), two_memories.nothing_kept(packed, 2)
         if early:
-            kept = two_memories.nothing_fetched(packed, kept, config.num_experts_per_tok)
+            kept = two_memories.nothing_fetched(packed, 2, config.num_experts_per_tok)
         table, wanted = np.asarray(packed.placement), 0
         for row, (logits, routes) in zip(tokens, expected, strict=True):
             found, found_routes, kept, state = run(packed, kept, row, state, jnp.int32(5))

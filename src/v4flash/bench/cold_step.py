@@ -97,11 +97,7 @@ class Programs:
         params, _ = abstract_weights(config, REAL_NUMERICS, "fused")
         self.params = two_memories.shapes(params, request.hot)
         self.empty = jax.eval_shape(
-            lambda: two_memories.nothing_fetched(
-                self.params,
-                two_memories.nothing_kept(self.params, request.slots),
-                config.num_experts_per_tok,
-            )
+            lambda: two_memories.nothing_fetched(self.params, request.slots, config.num_experts_per_tok)
         )
         stream = jax.eval_shape(lambda: real_step.empty_stream(config, self.shapes))
         control = jax.eval_shape(lambda: real_step.control_of(config, 0, ROWS))

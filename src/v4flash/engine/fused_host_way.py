@@ -46,11 +46,7 @@ def open_host(
     opening.say("compiling")
     shapes = two_memories.shapes(backends.packed_shapes(config, numerics), placement.hot, memory)
     spare = min(SPARE, placement.experts - placement.hot)
-    empty = jax.eval_shape(
-        lambda: two_memories.nothing_fetched(
-            shapes, two_memories.nothing_kept(shapes, spare), config.num_experts_per_tok
-        )
-    )
+    empty = jax.eval_shape(lambda: two_memories.nothing_fetched(shapes, spare, config.num_experts_per_tok))
     # What is fetched on a guess is to come while other launches run.
     pin = functools.partial(programs.executable, beside_each_other=True)
     pinned = programs.build(

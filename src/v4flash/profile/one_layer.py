@@ -136,11 +136,10 @@ def _weights(model, backend: str, hot: int | None, early: bool) -> tuple[Any, An
         if hot is None:
             return params, None, form
         params = two_memories.shapes(params, hot)
-        kept = jax.eval_shape(lambda: two_memories.nothing_kept(params, SPARE))
+        empty = functools.partial(two_memories.nothing_kept, params, SPARE)
         if early:
-            chosen = model.num_experts_per_tok
-            kept = jax.eval_shape(lambda kept: two_memories.nothing_fetched(params, kept, chosen), kept)
-        return params, kept, form
+            empty = functools.partial(two_memories.nothing_fetched, params, SPARE, model.num_experts_per_tok)
+        return params, jax.eval_shape(empty), form
     routed = Experts if hot is None else functools.partial(HostExperts, hot=hot, spare=SPARE)
     graphdef, variables = abstract_model(model, REAL_NUMERICS, routed)
     parts = [

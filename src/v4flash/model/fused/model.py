@@ -69,7 +69,8 @@ class FusedBackbone:
         tapped = {index if config.taps_are_inputs else index + 1 for index in targets}
         source, output, selection = (packed.embed, tokens), None, Selection()
         coefficients = boundaries.first_coefficients(tokens.shape[0], spec) if spec.delayed else None
-        if self.kept is not None and self.kept.early is not None:
+        guessing = self.kept is not None and self.kept.early is not None
+        if guessing:
             with jax.named_scope("early"):
                 named, self.kept = run.ops.guess(self.kept, tokens, state.length, count)
                 cold = [pack.experts.cold for pack in packed.layers]
@@ -104,7 +105,7 @@ class FusedBackbone:
             )
             if tap:
                 means[last] = made.tap
-        if self.kept is not None and self.kept.early is not None:
+        if guessing:
             seen = early.noted(self.kept.early.seen, tokens, routes, state.length, count)
             self.kept = self.kept._replace(early=self.kept.early._replace(seen=seen))
         joined = jnp.concatenate([means[i] for i in sorted(tapped)], axis=-1) if targets else None

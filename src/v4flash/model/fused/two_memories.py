@@ -89,7 +89,7 @@ def nothing_kept(packed: PackedModel, slots: int) -> Kept:
     return tiers.empty(len(packed.layers), slots, tiers.record_words(packed.layers[0].experts.hot))
 
 
-def nothing_fetched(packed: PackedModel, kept: Kept, chosen: int) -> Kept:
-    """`kept` for passes that also fetch on a guess, `chosen` experts a row; nothing has been fetched or seen yet."""
+def nothing_fetched(packed: PackedModel, slots: int, chosen: int) -> Kept:
+    """`nothing_kept` for passes of `chosen` experts a row that also fetch on a guess; nothing has been seen yet."""
     seen = early.nothing_seen(packed.embed.shape[0], len(packed.layers), tiles.ROWS, chosen)
-    return early.empty(kept, seen)
+    return early.empty(nothing_kept(packed, slots), seen)
