@@ -1,8 +1,8 @@
-"""Number formats inside Triton kernels: the device forms of pallas_kernels/formats.py, and exact products.
+"""Number formats inside Triton kernels: the device forms of pallas_kernels/formats.py.
 
 Knows: how float32 values become those a bfloat16 array holds, the activation rounding (E4M3 on a power-of-two scale
-per block), decoding of E4M3 and E8M0 bytes, and products that lose nothing of a float32 operand. Does not know: any
-operation of the model.
+per block), decoding of E4M3 and E8M0 bytes, and float32 numbers in three parts. Does not know: any operation of the
+model.
 
 The functions give the same bits compiled and interpreted, as far as the arithmetic of both agrees. Triton's
 interpreter truncates where the hardware rounds to bfloat16, hence the two bodies of `rounded`.
@@ -109,19 +109,3 @@ def thirds(x):
     rest = x - high
     middle = rounded(rest, tl.bfloat16)
     return high, middle, rest - middle
-
-
-@triton.jit
-def full_product(a, b, b_dtype: tl.constexpr):
-    """a @ b for float32 a [B, M, K] and b [B, K, N], where b holds values of `b_dtype`; nothing of a is lost.
-
-    bfloat16 values of b allow tensor cores: products of two bfloat16 numbers are exact in float32.
-    """
-    if b_dtype == tl.bfloat16 and not INTERPRETED:
-        narrow = b.to(tl.bfloat16)
-        high, middle, low = thirds(a)
-        total = tl.dot(low.to(tl.bfloat16), narrow)
-        total = tl.dot(middle.to(tl.bfloat16), narrow, total)
-        return tl.dot(high.to(tl.bfloat16), narrow, total)
-    else:
-        return tl.dot(a, b, input_precision="ieee")

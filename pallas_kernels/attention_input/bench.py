@@ -12,7 +12,7 @@ from pallas_kernels.hyper_connections.specs import SPECS, BoundarySpec
 # One step away from what the launch has else: programs of a product, weights that they hold while they wait, columns
 # of a boundary's program, warps.
 TILES = (
-    {"programs": 352}, {"programs": 704}, {"held": 0}, {"held": 1}, {"columns": 64}, {"warps": 4},
+    {"programs": 352}, {"programs": 704}, {"held": 0}, {"held": 1}, {"columns": 16}, {"warps": 4}, {"warps": 8},
 )  # fmt: skip
 BEHIND = (Kind("experts"), Kind("experts", tap=True), Kind("embedding"))
 

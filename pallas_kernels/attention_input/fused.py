@@ -24,7 +24,7 @@ class Tile(NamedTuple):
     """How a launch is cut.
 
     Attributes:
-      columns: of one column program.
+      columns: most of one column program, 4 or 8 for each warp.
       warps: of every program, 4 or 8; narrow matrices have 4.
       programs: the most that share one product.
       held: halves (0, 1 or 2) of its first turn's weights that an FP8 product keeps in registers while it waits; with
@@ -74,13 +74,14 @@ def boundary_and_products(
     tile = tile or TILE._replace(**tuning.choice("attention_input", tuning.by_shape(*sizes), {}))
     given, embed = boundaries.operands(source, norm, projection, coefficients, output, counters)
     rows, width, dtype = tiles.ROWS, spec.width, spec.type
-    fixed = boundaries.constants(spec, rows, projection, tile.columns) | boundaries.parts_constants(output)
+    count, chunks = dense.require_packed(_array(rows, width), matrix, width, 1)
+    warps = tile.warps if chunks >= tile.warps else 4
+    fixed = boundaries.constants(spec, rows, projection, tile.columns, warps)
+    fixed |= boundaries.parts_constants(output)
     found, expected = (source[1].shape, (rows,)) if embed else (source.shape, (rows, spec.streams, width))
     if found != expected:
         raise ValueError(f"{'tokens' if embed else 'streams'} are {found}, expected {expected}")
     terms = 3 if dtype == jnp.float32 and weight is not None else 1
-    count, chunks = dense.require_packed(_array(rows, width), matrix, width, 1)
-    warps = tile.warps if chunks >= tile.warps else 4
     splits = dense.shares(count, chunks, warps, tile.programs)
     plain = plain_splits = 0
     if weight is not None:
@@ -91,7 +92,7 @@ def boundary_and_products(
     made = launch.call(
         kernels.boundary_and_products,
         *operands,
-        grid=(width // fixed["BD"] + 2 * rows + products,),
+        grid=(width // fixed["BD"] + rows * (fixed["SHARES"] + 1) + products,),
         outputs=[
             _array(rows, spec.streams, width, dtype=dtype),
             _array(rows, spec.mixes),
@@ -117,7 +118,6 @@ def boundary_and_products(
         BF16_TILES=plain,
         BF16_SPLITS=plain_splits,
         HELD=tile.held,
-        WARPS=warps,
         **fixed,
     )
     streams, own, _, x, rounded, mean, _, _, low, exact, counters = made

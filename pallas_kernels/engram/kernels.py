@@ -15,7 +15,7 @@ import triton.language as tl
 from pallas_kernels.device_numbers import decode_e4m3, decode_e8m0, inverse_rms, round_activations, rounded
 from pallas_kernels.engram.reference import MINIMUM_DOT as _MINIMUM_DOT
 from pallas_kernels.engram.reference import TABLE_GROUP as _TABLE_GROUP
-from pallas_kernels.hyper_connections.kernels import sublayer_output
+from pallas_kernels.hyper_connections.column_kernels import output_parts, output_sum
 
 TABLE_GROUP = tl.constexpr(_TABLE_GROUP)
 MINIMUM_DOT = tl.constexpr(_MINIMUM_DOT)
@@ -75,7 +75,9 @@ def merge(
     for turn in tl.static_range(D // TURN):
         columns = turn * TURN + inside
         if PARTS > 0:
-            output = sublayer_output(parts, live, rows, columns, R, D, PARTS, EXPERTS, DTYPE)
+            read = output_parts(parts, rows, columns, R, D, PARTS, EXPERTS, 1)
+            alive = tl.load(live) if EXPERTS else 0
+            output = output_sum(read, rows, alive, PARTS, EXPERTS, DTYPE, 1)[0]
             mixed = tl.zeros((1, TURN), tl.float32)
             for j in tl.static_range(S):
                 before = tl.load(old + (row * S + j) * D + columns).to(tl.float32)

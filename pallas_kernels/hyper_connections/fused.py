@@ -8,17 +8,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import launch
+from pallas_kernels import launch, tiles
 from pallas_kernels.hyper_connections import kernels
 from pallas_kernels.hyper_connections.reference import Boundary, Output, Projection
 from pallas_kernels.hyper_connections.specs import BoundarySpec
 
 COUNTER_LINES = 1
-_TURN_COLUMNS = 4096  # most columns that a row program holds at once
+SHARES = 4  # programs of one row, where its blocks divide so
 
 
 class Tile(NamedTuple):
-    """How a launch is cut: columns of one column program, and warps of every program."""
+    """How a launch is cut: most columns of a column program (4 or 8 for each warp), and warps of every program."""
 
     columns: int = 32
     warps: int = 4
@@ -35,27 +35,35 @@ def _power_of_two_in(number: int) -> int:
     return number & -number
 
 
-def layout(spec: BoundarySpec, mixes: int, columns: int) -> dict[str, int]:
-    """The kernel's tile constants: BD columns a program, W words of a partial sum, NB blocks of B columns a turn."""
+def layout(spec: BoundarySpec, mixes: int, columns: int, warps: int) -> dict[str, int]:
+    """The kernel's tile constants.
+
+    BD columns a column program, one or two a thread; W words of a partial sum; SHARES of a row, each in turns of NB
+    blocks of B columns.
+    """
     block = min(spec.block or 32, spec.width)
-    turn = min(_TURN_COLUMNS, _power_of_two_in(spec.width))
-    if spec.width % block or turn % block or spec.width % min(columns, turn):
+    fitting = [
+        own for own in (8 * warps, 4 * warps) if own <= max(columns, 4 * warps) and spec.width % own == 0
+    ]
+    if spec.width % block or not fitting:
         raise ValueError(
-            f"width is {spec.width}, expected a multiple of {columns} columns and of blocks of {block}"
+            f"width is {spec.width}, expected a multiple of {4 * warps} columns and of blocks of {block}"
         )
+    shares = next(shares for shares in (SHARES, 2, 1) if spec.width % (shares * block) == 0)
+    turn = _power_of_two_in(spec.width // shares)
     width = max(16, 1 << mixes.bit_length())
-    return dict(BD=min(columns, turn), W=width, B=block, NB=turn // block)
+    return dict(BD=fitting[0], W=width, B=block, NB=turn // block, SHARES=shares)
 
 
-def constants(spec: BoundarySpec, rows: int, projection: Projection | None, columns: int) -> dict:
-    """The kernel constants that follow from the model and from the number of rows."""
-    if rows not in (8, 16):
-        raise ValueError(f"{rows} rows, expected 8 or 16")
+def constants(spec: BoundarySpec, rows: int, projection: Projection | None, columns: int, warps: int) -> dict:
+    """The kernel constants that follow from the model and from how a launch is cut; `rows` must be 8."""
+    if rows != tiles.ROWS:
+        raise ValueError(f"{rows} rows, expected {tiles.ROWS}")
     mixes = 0 if projection is None else projection.fn.shape[0]
     return dict(
         R=rows, D=spec.width, S=spec.streams, MIXES=mixes, DELAYED=spec.delayed, ROUND=bool(spec.block),
         NORM_EPS=spec.norm_eps, MIX_EPS=spec.mix_eps, ITERATIONS=spec.iterations,
-        **layout(spec, mixes, columns),
+        WARPS=warps, **layout(spec, mixes, columns, warps),
     )  # fmt: skip
 
 
@@ -115,14 +123,14 @@ def boundary(
     """One boundary in one launch: the result of `reference.boundary`, and the counters for the next kernel.
 
     Args:
-      source: streams [R, S, D] in the model's type, updated in place, with R 8 or 16; or (table [V, D],
-        tokens int32 [R]) in front of the first layer.
+      source: streams [8, S, D] in the model's type, updated in place; or (table [V, D], tokens int32 [8]) in front of
+        the first layer.
       norm: weight [D]. projection, coefficients, output, last, tap: as in reference.py.
       counters: from `device_barrier.counters`, at least COUNTER_LINES lines.
     """
     given, embed = operands(source, norm, projection, coefficients, output, counters)
     rows = source[1].shape[0] if embed else source.shape[0]
-    fixed = constants(spec, rows, projection, tile.columns) | parts_constants(output)
+    fixed = constants(spec, rows, projection, *tile) | parts_constants(output)
     if not embed and source.shape != (rows, spec.streams, spec.width):
         raise ValueError(f"streams are {source.shape}, expected {(rows, spec.streams, spec.width)}")
     programs, width, dtype = spec.width // fixed["BD"], spec.width, spec.type
@@ -130,7 +138,7 @@ def boundary(
     streams, own, hidden, x, rounded, mean, _, counters = launch.call(
         kernels.boundary,
         *given,
-        grid=(programs + (rows if last else 2 * rows),),
+        grid=(programs + rows * fixed["SHARES"] + (0 if last else rows),),
         outputs=[
             _array(rows, spec.streams, width, dtype=dtype),
             _array(*((1, 1) if last else (rows, spec.mixes))),

@@ -5,12 +5,13 @@ a model, or how the launch is made (fused.py).
 
     programs            work                                                        waits for
     0 .. G-1            BD columns of every row and stream: put the output          nobody
-                        together, spread, store; partial products with fn
-    G .. G+R-1          one row: collapse, norm, rounding                           all column programs
-    G+R .. G+2R-1       one row: coefficients for the next boundary                 all column programs
+                        together, spread, store; partial products with fn (column_kernels.py)
+    then R * SHARES     a share of one row: collapse, norm, rounding                all column programs
+    then R              one row: coefficients for the next boundary                 all column programs
 
-With delayed mixing a column program already collapses its columns; its row program only norms them. Sinkhorn, a long
-chain of tiny steps, runs beside the row programs and nobody inside the launch waits for it.
+With delayed mixing a column program already collapses its columns; row programs only norm them. Without, each of a
+row's programs collapses the whole row, for its norm; only what follows is shared. Sinkhorn, a long chain of tiny
+steps, runs beside the row programs and nobody inside the launch waits for it.
 
 Partial sums, float32 [G, R, W]: the M products, and at W - 1 the sum of squares of the streams. Behind them, [R, G],
 the sums of squares of hidden rows collapsed by the column programs. All are added in an order that depends on nothing:
@@ -23,133 +24,25 @@ import triton
 import triton.language as tl
 
 from pallas_kernels.device_barrier import arrive, leave, wait
-from pallas_kernels.device_numbers import (
-    INTERPRETED,
-    full_product,
-    inverse_rms,
-    round_activations,
-    rounded,
-    settled,
-)
+from pallas_kernels.device_numbers import INTERPRETED, inverse_rms, round_activations, rounded
+from pallas_kernels.hyper_connections.column_kernels import column_program
 
 SUMMED_AT_ONCE = tl.constexpr(64)
-PRODUCTS = tl.constexpr(8)  # that a column program's product is split into
 
 
 @triton.jit
-def sublayer_output(
-    parts, live, rows, columns, R: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr, EXPERTS: tl.constexpr,
-    DTYPE: tl.constexpr,
-):  # fmt: skip
-    """The sublayer's output at rows and columns (of one shape), float32 values of the model's type."""
-    if EXPERTS:
-        parts += rows * (PARTS * D) + columns
-        alive = (rows < tl.load(live)) & (columns >= 0)
-        # What dead rows hold is loaded too and dropped: a mask would make every load wait for the count.
-        read = ()
-        for part in tl.static_range(PARTS):
-            read = read + (tl.load(parts + part * D),)
-        total = tl.zeros_like(read[0].to(tl.float32))
-        for part in tl.static_range(PARTS - 1):
-            total += tl.where(alive, read[part].to(tl.float32), 0.0)
-        total += read[PARTS - 1].to(tl.float32)
-    else:
-        parts += rows * D + columns
-        total = tl.load(parts)
-        for part in tl.static_range(1, PARTS):
-            total += tl.load(parts + part * (R * D))
-    return rounded(total, DTYPE)
-
-
-@triton.jit
-def column_program(
-    program, parts, live, given, table, tokens, fn, streams, hidden, tap, sums, counters,
-    R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, MIXES: tl.constexpr,
-    PARTS: tl.constexpr, EXPERTS: tl.constexpr, EMBED: tl.constexpr, DELAYED: tl.constexpr, TAP: tl.constexpr,
-):  # fmt: skip
-    """Everything that concerns BD columns alone, then arrives at line 0.
-
-    Threads are spread over rows, new streams and columns [R, S, BD]: what several streams need is loaded for each.
-    """
-    DTYPE: tl.constexpr = streams.dtype.element_ty
-    M: tl.constexpr = (2 + S) * S
-    row = tl.arange(0, R)
-    rows = row[:, None, None]
-    stream = tl.arange(0, S)[None, :, None]
-    columns = program * BD + tl.arange(0, BD)[None, None, :]
-    same = tl.zeros((R, S, BD), tl.int32)  # gives an index its full shape, so that loads are spread alike
-    mix = tl.arange(0, W)
-    pre = given + rows * M + stream
-    own_streams = streams + rows * (S * D) + columns + same
-
-    if DELAYED:
-        collapse = tl.load(pre)
-    # The weights depend on nothing: their loads are under way while the activations are fetched.
-    if MIXES > 0:
-        # In parts of the columns, one for a warp: warps that shared them would all do the same.
-        SHARE: tl.constexpr = S * BD // PRODUCTS if S * BD >= 16 * PRODUCTS else 16
-        part = tl.arange(0, S * BD // SHARE)[:, None, None]
-        flat = part * SHARE + tl.arange(0, SHARE)[None, None, :]
-        used = (mix < MIXES)[None, :, None] & (flat >= 0)
-        at = mix[None, :, None] * (S * D) + flat // BD * D + (program * BD + flat % BD)
-        weights = tl.load(fn + at, mask=used, other=0.0)
-
-    if EMBED:
-        token = tl.load(tokens + rows).to(tl.int64)
-        new = rounded(tl.load(table + token * D + columns + same).to(tl.float32), DTYPE)
-    elif PARTS > 0:
-        old = ()
-        for j in tl.static_range(S):
-            old = old + (tl.load(own_streams + j * D),)
-        post = tl.load(pre + S)
-        comb = ()
-        for j in tl.static_range(S):
-            comb = comb + (tl.load(pre + (2 + j) * S),)
-        output = sublayer_output(parts, live, rows + same, columns + same, R, D, PARTS, EXPERTS, DTYPE)
-        mixed = comb[0] * old[0].to(tl.float32)
-        for j in tl.static_range(1, S):
-            mixed += comb[j] * old[j].to(tl.float32)
-        new = rounded(post * output + mixed, DTYPE)
-        # Every stream is read for all the new ones; none may be overwritten before.
-        tl.debug_barrier()
-    else:
-        new = tl.load(own_streams + stream * D).to(tl.float32)
-    if EMBED or PARTS > 0:
-        tl.store(own_streams + stream * D, new.to(DTYPE))
-
-    few = row[:, None] * D + program * BD + tl.arange(0, BD)[None, :]
-    if TAP:
-        mean = rounded(tl.sum(new, axis=1) / S, DTYPE)
-        tl.store(tap + few, mean.to(DTYPE))
-    own = sums + (program * R + row) * W
-    if DELAYED:
-        value = rounded(tl.sum(collapse * new, axis=1), DTYPE)
-        tl.store(hidden + few, value.to(DTYPE))
-        tl.store(sums + D // BD * (R * W) + row * (D // BD) + program, tl.sum(value * value, axis=1))
-    if MIXES > 0:
-        narrow = tl.reshape(settled(new), (R, S * BD))
-        tl.store(own + (W - 1), tl.sum(narrow * narrow, axis=1))
-        shared = tl.permute(tl.reshape(narrow, (R, S * BD // SHARE, SHARE)), (1, 2, 0))
-        products = tl.sum(full_product(settled(weights), shared, DTYPE), axis=0)
-        tl.store(
-            sums + (program * R + row[None, :]) * W + mix[:, None], products,
-            mask=(mix < MIXES)[:, None] & (row >= 0)[None, :],
-        )  # fmt: skip
-    arrive(counters, 0)
-
-
-@triton.jit
-def summed(sums, row, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr, MIXES: tl.constexpr):
+def summed(sums, row, G: tl.constexpr, R: tl.constexpr, W: tl.constexpr):
     """The partial sums [W] of one row, added over the column programs."""
+    # Columns that nobody wrote are loaded too, and dropped by whoever takes an entry: a mask would split the loads.
     column = tl.arange(0, W)
-    written = (column < MIXES) | (column == W - 1)
     total = tl.zeros((SUMMED_AT_ONCE, W), tl.float32)
     for first in tl.static_range(0, G, SUMMED_AT_ONCE):
-        program = first + tl.arange(0, SUMMED_AT_ONCE)
-        total += tl.load(
-            sums + (program[:, None] * R + row) * W + column[None, :],
-            mask=(program < G)[:, None] & written[None, :], other=0.0, cache_modifier=".cg",
-        )  # fmt: skip
+        program = (first + tl.arange(0, SUMMED_AT_ONCE))[:, None]
+        at = sums + (program * R + row) * W + column[None, :]
+        if first + SUMMED_AT_ONCE <= G:
+            total += tl.load(at, cache_modifier=".cg")
+        else:
+            total += tl.load(at, mask=program < G, other=0.0, cache_modifier=".cg")
     return tl.sum(total, axis=0)
 
 
@@ -174,68 +67,85 @@ def entry(values, index: tl.constexpr, W: tl.constexpr):
 
 
 @triton.jit
+def collapsed(pre, read, S: tl.constexpr, DTYPE: tl.constexpr):
+    """The streams `read` weighted by the scalars `pre`, as kept in DTYPE."""
+    value = pre[0] * read[0].to(tl.float32)
+    for s in tl.static_range(1, S):
+        value += pre[s] * read[s].to(tl.float32)
+    return rounded(value, DTYPE)
+
+
+@triton.jit
 def row_program(
-    row, streams, hidden, base, scale, norm, x, rounded_x, sums, counters,
-    R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, G: tl.constexpr, W: tl.constexpr, MIXES: tl.constexpr,
+    row, share, streams, hidden, base, scale, norm, x, rounded_x, sums, counters,
+    R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, G: tl.constexpr, W: tl.constexpr, SHARES: tl.constexpr,
     DELAYED: tl.constexpr, HIDDEN: tl.constexpr, ROUND: tl.constexpr, B: tl.constexpr, NB: tl.constexpr,
     NORM_EPS: tl.constexpr, MIX_EPS: tl.constexpr, HANDED: tl.constexpr,
 ):  # fmt: skip
-    """Waits for all columns; collapses, norms and rounds one row, NB blocks of B columns at a time.
+    """Waits for all columns; collapses, norms and rounds one of SHARES shares of a row, NB blocks of B columns a turn.
 
-    Arrives at line HANDED, unless that is 0, as soon as the normed row is written.
+    Arrives at line HANDED, unless that is 0, as soon as the normed columns are written.
     """
     DTYPE: tl.constexpr = streams.dtype.element_ty
-    TURNS: tl.constexpr = D // (NB * B)
+    TURNS: tl.constexpr = D // (SHARES * NB * B)
     inside = tl.arange(0, NB)[:, None] * B + tl.arange(0, B)[None, :]
     column = tl.arange(0, W)
+    begin = share * (D // SHARES)
     weights = ()
     for turn in tl.static_range(TURNS):
-        weights = weights + (tl.load(norm + turn * (NB * B) + inside),)
+        weights = weights + (tl.load(norm + begin + turn * (NB * B) + inside),)
     if not DELAYED:
         first = tl.load(scale)
         bases = tl.load(base + column, mask=column < S, other=0.0)
     wait(counters, 0, G)
 
     # All of it is on its way before the first sum, which the coefficients need, comes together.
-    read = ()
-    for turn in tl.static_range(TURNS):
-        at = turn * (NB * B) + inside
-        if DELAYED:
-            read = read + (tl.load(hidden + row * D + at, cache_modifier=".cg"),)
-        else:
-            for s in tl.static_range(S):
-                read = read + (tl.load(streams + (row * S + s) * D + at, cache_modifier=".cg"),)
+    kept = ()
     if DELAYED:
+        for turn in tl.static_range(TURNS):
+            at = hidden + row * D + begin + turn * (NB * B) + inside
+            kept = kept + (tl.load(at, cache_modifier=".cg").to(tl.float32),)
         each = hidden_inverses(sums, G, R, D, W, NORM_EPS)
+        inverse = tl.sum(tl.where(tl.arange(0, R) == row, each, 0.0), axis=0)
     else:
-        total = summed(sums, row, G, R, W, MIXES)
+        own = ()
+        for turn in tl.static_range(TURNS):
+            read = ()
+            for s in tl.static_range(S):
+                at = streams + (row * S + s) * D + begin + turn * (NB * B) + inside
+                read = read + (tl.load(at, cache_modifier=".cg"),)
+            own = own + (read,)
+        others = ()
+        if SHARES > 1:
+            for turn in tl.static_range(SHARES * TURNS):
+                read = ()
+                for s in tl.static_range(S):
+                    at = streams + (row * S + s) * D + turn * (NB * B) + inside
+                    read = read + (tl.load(at, cache_modifier=".cg"),)
+                others = others + (read,)
+        total = summed(sums, row, G, R, W)
         mixes = total * inverse_rms(entry(total, W - 1, W), S * D, NORM_EPS)
         gates = tl.sigmoid(mixes * first + bases) + MIX_EPS
         pre = ()
         for s in tl.static_range(S):
             pre = pre + (entry(gates, s, W),)
-    kept = ()
-    squares = tl.zeros((NB, B), tl.float32)
-    for turn in tl.static_range(TURNS):
-        if DELAYED:
-            value = read[turn].to(tl.float32)
-        else:
-            value = pre[0] * read[turn * S].to(tl.float32)
-            for s in tl.static_range(1, S):
-                value += pre[s] * read[turn * S + s].to(tl.float32)
-            value = rounded(value, DTYPE)
-            squares += value * value
+        squares = tl.zeros((NB, B), tl.float32)
+        for turn in tl.static_range(TURNS):
+            value = collapsed(pre, own[turn], S, DTYPE)
+            if SHARES == 1:
+                squares += value * value
             if HIDDEN:
-                tl.store(hidden + row * D + turn * (NB * B) + inside, value.to(DTYPE))
-        kept = kept + (value,)
-    if DELAYED:
-        inverse = tl.sum(tl.where(tl.arange(0, R) == row, each, 0.0), axis=0)
-    else:
+                tl.store(hidden + row * D + begin + turn * (NB * B) + inside, value.to(DTYPE))
+            kept = kept + (value,)
+        if SHARES > 1:
+            for turn in tl.static_range(SHARES * TURNS):
+                value = collapsed(pre, others[turn], S, DTYPE)
+                squares += value * value
         inverse = inverse_rms(tl.sum(tl.sum(squares, axis=1), axis=0), D, NORM_EPS)
     normed = ()
     for turn in tl.static_range(TURNS):
         value = rounded(kept[turn] * inverse * weights[turn].to(tl.float32), DTYPE)
-        tl.store(x + row * D + turn * (NB * B) + inside, value.to(DTYPE))
+        tl.store(x + row * D + begin + turn * (NB * B) + inside, value.to(DTYPE))
         normed = normed + (value,)
     if HANDED > 0:
         arrive(counters, HANDED)
@@ -243,7 +153,7 @@ def row_program(
         value = normed[turn]
         if ROUND:
             value = round_activations(value, 1)
-        tl.store(rounded_x + row * D + turn * (NB * B) + inside, value.to(tl.float16))
+        tl.store(rounded_x + row * D + begin + turn * (NB * B) + inside, value.to(tl.float16))
 
 
 @triton.jit
@@ -297,7 +207,7 @@ def coefficient_program(
     scales = tl.load(scale + part)
     wait(counters, 0, G)
 
-    sum_of_row = summed(sums, row, G, R, W, M)
+    sum_of_row = summed(sums, row, G, R, W)
     mixes = sum_of_row * inverse_rms(entry(sum_of_row, W - 1, W), S * D, NORM_EPS) * scales + bases
     gates = tl.sigmoid(mixes)
     gates = tl.where(column < S, gates + MIX_EPS, 2 * gates)
@@ -350,28 +260,30 @@ def boundary(
     streams, coefficients, hidden, x, rounded_x, tap, sums, counters,
     R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, MIXES: tl.constexpr,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, EMBED: tl.constexpr, LAST: tl.constexpr, DELAYED: tl.constexpr,
-    TAP: tl.constexpr, ROUND: tl.constexpr, B: tl.constexpr, NB: tl.constexpr, NORM_EPS: tl.constexpr,
-    MIX_EPS: tl.constexpr, ITERATIONS: tl.constexpr,
+    TAP: tl.constexpr, ROUND: tl.constexpr, B: tl.constexpr, NB: tl.constexpr, SHARES: tl.constexpr,
+    NORM_EPS: tl.constexpr, MIX_EPS: tl.constexpr, ITERATIONS: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
-    """One boundary; grid D // BD + R behind the last layer, else D // BD + 2 R."""
+    """One boundary; grid D // BD + R * SHARES behind the last layer, else D // BD + R * SHARES + R."""
     G: tl.constexpr = D // BD
-    WAITERS: tl.constexpr = R if LAST else 2 * R
+    ROW_PROGRAMS: tl.constexpr = R * SHARES
+    WAITERS: tl.constexpr = ROW_PROGRAMS if LAST else ROW_PROGRAMS + R
     program = tl.program_id(0)
     if program < G:
         column_program(
             program, parts, live, given, table, tokens, fn, streams, hidden, tap, sums, counters,
-            R, D, S, BD, W, MIXES, PARTS, EXPERTS, EMBED, DELAYED, TAP,
+            R, D, S, BD, W, MIXES, PARTS, EXPERTS, EMBED, DELAYED, TAP, WARPS,
         )  # fmt: skip
-    elif program < G + R:
+    elif program < G + ROW_PROGRAMS:
+        number = program - G
         row_program(
-            program - G, streams, hidden, base, scale, norm, x, rounded_x, sums, counters,
-            R, D, S, G, W, MIXES, DELAYED, LAST, ROUND, B, NB, NORM_EPS, MIX_EPS, 0,
+            number // SHARES, number % SHARES, streams, hidden, base, scale, norm, x, rounded_x, sums, counters,
+            R, D, S, G, W, SHARES, DELAYED, LAST, ROUND, B, NB, NORM_EPS, MIX_EPS, 0,
         )  # fmt: skip
         leave(counters, 0, WAITERS)
     else:
         if not LAST:
             coefficient_program(
-                program - G - R, base, scale, coefficients, sums, counters,
+                program - G - ROW_PROGRAMS, base, scale, coefficients, sums, counters,
                 R, D, S, G, W, NORM_EPS, MIX_EPS, ITERATIONS,
             )  # fmt: skip
             leave(counters, 0, WAITERS)

@@ -13,6 +13,8 @@ _ROWS = tl.constexpr(text.loads(1, 0, ".ca"))
 _ROWS_GUARDED = tl.constexpr(text.loads(1, 0, ".ca", guarded=True))
 _LOAD_ROWS, _LOAD_ROWS_GUARDED = lanes.signature("4r", "l"), lanes.signature("4r", "l", "r")
 _STEP, _OPERANDS = tl.constexpr(text.bf16_step()), lanes.signature("4f", "12r", "4f")
+_PAIR, _TO_PAIR = tl.constexpr(text.bf16_pair()), lanes.signature("r", "2f")
+_THIRDS, _TO_THIRDS = tl.constexpr(text.bf16_thirds()), lanes.signature("3r", "2f")
 
 
 @triton.jit
@@ -53,10 +55,25 @@ def _load_rows(pointer, present, GUARDED: tl.constexpr):
 
 
 @triton.jit
-def _step(upper, lower, x, d):
-    return tl.inline_asm_elementwise(
-        _STEP, _OPERANDS, upper + lower + x + d, dtype=(tl.float32,) * 4, is_pure=True, pack=1
-    )
+def pair(x, y):
+    """Two float32 numbers, rounded, as a word of two bf16 numbers."""
+    return tl.inline_asm_elementwise(_PAIR, _TO_PAIR, [x, y], dtype=tl.int32, is_pure=True, pack=1)
+
+
+@triton.jit
+def pair_of_thirds(x, y):
+    """Three words whose bf16 numbers add up to two float32 numbers."""
+    return tl.inline_asm_elementwise(_THIRDS, _TO_THIRDS, [x, y], dtype=(tl.int32,) * 3, is_pure=True, pack=1)
+
+
+@triton.jit
+def step(upper, lower, x, d):
+    """d plus 16 rows of 32 columns of weights times 8 rows of activations; `text.bf16_step` says which words."""
+    parts = (upper, lower, x, d)
+    words = ()
+    for part in tl.static_range(4):
+        words = words + (parts[part][0], parts[part][1], parts[part][2], parts[part][3])
+    return tl.inline_asm_elementwise(_STEP, _OPERANDS, words, dtype=(tl.float32,) * 4, is_pure=True, pack=1)
 
 
 @triton.jit
@@ -65,11 +82,11 @@ def _add(sums, w, rows, columns, present, COLUMNS: tl.constexpr, TERMS: tl.const
     upper, lower = sums[0:4], sums[4:8]
     for term in tl.static_range(TERMS):
         x = _load_rows(rows + (term * 8 * COLUMNS + columns), present, GUARDED)
-        upper = _step(w[0:4], w[4:8], x, upper)
-        lower = _step(w[8:12], w[12:16], x, lower)
+        upper = step(w[0:4], w[4:8], x, upper)
+        lower = step(w[8:12], w[12:16], x, lower)
         x = _load_rows(rows + (term * 8 * COLUMNS + columns + 32), present, GUARDED)
-        upper = _step(w[16:20], w[20:24], x, upper)
-        lower = _step(w[24:28], w[28:32], x, lower)
+        upper = step(w[16:20], w[20:24], x, upper)
+        lower = step(w[24:28], w[28:32], x, lower)
     return upper + lower
 
 

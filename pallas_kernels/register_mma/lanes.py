@@ -29,6 +29,8 @@ _WEIGHTS_FENCED = tl.constexpr(text.loads(4, 512, STREAM, fenced=True))
 _WEIGHTS_GUARDED = tl.constexpr(text.loads(4, 512, ".nc" + STREAM, guarded=True))
 _WEIGHTS_GUARDED_COHERENT = tl.constexpr(text.loads(4, 512, STREAM, guarded=True))
 _LOAD_16, _LOAD_16_GUARDED = signature("16r", "l"), signature("16r", "l", "r")
+_FOUR, _LOAD_4 = tl.constexpr(text.loads(1, 0, ".ca")), signature("4f", "l")
+_FENCE = tl.constexpr(text.fence())
 _STORES = tl.constexpr(text.stores(4, 512))
 _STORES_GUARDED = tl.constexpr(text.stores(4, 512, guarded=True))
 _STORE_16, _STORE_16_GUARDED = signature("1r", "16r", "l"), signature("1r", "16r", "l", "r")
@@ -42,6 +44,7 @@ _SCALES_32 = tl.constexpr(text.rounding_scales(False))
 _TWO_OF_THREE = signature("2r", "3r")
 _ROUND, _ROUNDED = tl.constexpr(text.round_words()), signature("4r", "6r")
 _PEAK = tl.constexpr(text.peak_of_channels())
+_QUAD, _SUM_OF_QUAD = tl.constexpr(text.sum_of_quad()), signature("1f", "1f")
 _TO_HALF, _FOUR_OF_FOUR = tl.constexpr(text.half_from_bfloat(4)), signature("4r", "4r")
 _SUM_4, _SUM_8 = tl.constexpr(text.sum_over_warps(4)), tl.constexpr(text.sum_over_warps(8))
 _SUM = signature("2f", "8f")
@@ -122,6 +125,20 @@ def load_weights(
 
 
 @triton.jit
+def load_four(pointer):
+    """Four float32 numbers from a multiple of 16 bytes on."""
+    return tl.inline_asm_elementwise(
+        _FOUR, _LOAD_4, [pointer], dtype=(tl.float32,) * 4, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def fence(word):
+    """Keeps the loads in front of it there; ptxas may else make them where they are used. `word` is any int32."""
+    tl.inline_asm_elementwise(_FENCE, FROM_ONE_TO_ONE, [word], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def store_weights(pointer, words, blocks, GUARDED: tl.constexpr):
     """The 16 words of `load_weights` to the same places of another tile."""
     if GUARDED:
@@ -162,6 +179,12 @@ def half_words(x):
 def peak_of_channels(bits):
     """The largest over g of non-negative int32 `bits`, in every lane of the same q."""
     return tl.inline_asm_elementwise(_PEAK, FROM_ONE_TO_ONE, [bits], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def sum_of_quad(x):
+    """The sum over q of float32 `x`, in every lane of the same g."""
+    return tl.inline_asm_elementwise(_QUAD, _SUM_OF_QUAD, [x], dtype=tl.float32, is_pure=False, pack=1)
 
 
 @triton.jit

@@ -43,6 +43,11 @@ def loads(
     return _block(*lines, *(["bar.warp.sync 0xffffffff;"] if fenced else []))
 
 
+def fence() -> str:
+    """Loads written in front of it are not made behind it: out a zero; in any word."""
+    return _block("bar.warp.sync 0xffffffff;", "mov.b32 $0, 0;")
+
+
 def stores(count: int, stride: int, *, guarded: bool = False) -> str:
     """Stores of four words (16 bytes) each at one pointer, `stride` bytes apart: out a zero; in words, pointer.
 
@@ -138,6 +143,37 @@ def bf16_step() -> str:
         a = [upper[i], lower[i], upper[i + 1], lower[i + 1]]
         lines.append(_mma(out, a, rows[i : i + 2], out if step else sums, "bf16"))
     return _block(*lines)
+
+
+def bf16_pair() -> str:
+    """Two float32 numbers as a word of bf16 ones: out a word; in the lower and the upper number."""
+    return "cvt.rn.bf16x2.f32 $0, $2, $1;"
+
+
+def bf16_thirds() -> str:
+    """Two float32 numbers as three words of bf16 ones that add up to them: out 3 words, the largest first; in as above.
+
+    A float32 has 24 bits and a bf16 8; each remainder is exact. (The last may underflow below 2^-110.)
+    """
+    lines = [".reg .b32 u, v, x, y;", "mov.b32 x, $3;", "mov.b32 y, $4;"]
+    for third in range(3):
+        lines.append(f"cvt.rn.bf16x2.f32 ${third}, y, x;")
+        if third < 2:
+            lines += [
+                f"shl.b32 u, ${third}, 16;",
+                f"and.b32 v, ${third}, 0xFFFF0000;",
+                "sub.f32 x, x, u;",
+                "sub.f32 y, y, v;",
+            ]
+    return _block(*lines)
+
+
+def sum_of_quad() -> str:
+    """The sum of the q = 0..3 lanes' numbers, for each of them: out one; in one number."""
+    lines = [".reg .b32 t, s;", "mov.b32 s, $1;"]
+    for distance in (1, 2):
+        lines += [f"shfl.sync.bfly.b32 t, s, {distance}, 0x1F, 0xFFFFFFFF;", "add.f32 s, s, t;"]
+    return _block(*lines, "mov.b32 $0, s;")
 
 
 def peak_of_channels() -> str:

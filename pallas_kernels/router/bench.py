@@ -19,7 +19,7 @@ TOLERANCES = {
 }  # fmt: skip
 # One step away from what the launch has else: gate programs, warps, columns of a boundary's program.
 TILES = (
-    {"gates": 32}, {"gates": 132}, {"warps": 4}, {"columns": 32}, {"columns": 128},
+    {"gates": 32}, {"gates": 132}, {"warps": 4}, {"columns": 32}, {"columns": 64},
 )  # fmt: skip
 ALONE = ("v4-flash", "v4.1-flash", "v4.1-flash drafter", "demo", "demo drafter")
 

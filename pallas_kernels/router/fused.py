@@ -27,7 +27,7 @@ class Tile(NamedTuple):
     """How a launch is cut.
 
     Attributes:
-      gates: the most gate programs. warps: of every program. columns: of a column program.
+      gates: the most gate programs. warps: of every program. columns: most of a column program, 4 or 8 for each warp.
     """
 
     gates: int = 132
@@ -149,13 +149,14 @@ def boundary_and_route(
     name = tuning.by_shape(router.experts, router.width)
     tile = tile or JOINED._replace(**tuning.choice("router", name, {}))
     parts, _, *given = boundaries.operands(streams, norm, projection, coefficients, output, counters)[0]
-    fixed = boundaries.constants(spec, rows, projection, tile.columns) | boundaries.parts_constants(output)
+    fixed = boundaries.constants(spec, rows, projection, tile.columns, tile.warps)
+    fixed |= boundaries.parts_constants(output)
     programs, dtype, width = spec.width // fixed["BD"], spec.type, spec.width
     operands = [parts, *given[:-1], *_operands(gate, tokens, count), counters]
     made = launch.call(
         kernels.boundary_and_route,
         *operands,
-        grid=(programs + 2 * rows + gate_programs(router, tile.gates),),
+        grid=(programs + rows * (fixed["SHARES"] + 1) + gate_programs(router, tile.gates),),
         outputs=[
             _array(rows, spec.streams, width, dtype=dtype),
             _array(rows, spec.mixes),

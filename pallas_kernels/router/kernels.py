@@ -6,7 +6,7 @@ model, or how the launch is made (fused.py).
     gate programs     BE experts by a slice of K columns: partial logits [R, BE]
     the last of them  adds the slices, scores, choice, weights, and the list of distinct experts
 
-With the boundary, the programs of hyper_connections/kernels.py come first; gate programs have their weights under
+With the boundary, the programs of hyper_connections/ come first; gate programs have their weights under
 way from the start and wait for the row programs, or with delayed mixing only for the column programs. Everyone
 waits for smaller numbers only.
 """
@@ -16,12 +16,8 @@ import triton.language as tl
 
 from pallas_kernels.device_barrier import is_last, leave, wait
 from pallas_kernels.device_numbers import INTERPRETED, rounded
-from pallas_kernels.hyper_connections.kernels import (
-    coefficient_program,
-    column_program,
-    hidden_inverses,
-    row_program,
-)
+from pallas_kernels.hyper_connections.column_kernels import column_program
+from pallas_kernels.hyper_connections.kernels import coefficient_program, hidden_inverses, row_program
 
 ROWS_DONE = tl.constexpr(1)  # line of the latch between row programs and gate programs
 GATE_DONE = tl.constexpr(2)  # line of the ticket of the gate programs
@@ -235,37 +231,43 @@ def boundary_and_route(
     counters,
     R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, BD: tl.constexpr, W: tl.constexpr, MIXES: tl.constexpr,
     PARTS: tl.constexpr, EXPERTS: tl.constexpr, DELAYED: tl.constexpr, ROUND: tl.constexpr, B: tl.constexpr,
-    NB: tl.constexpr, NORM_EPS: tl.constexpr, MIX_EPS: tl.constexpr, ITERATIONS: tl.constexpr,
+    NB: tl.constexpr, SHARES: tl.constexpr, NORM_EPS: tl.constexpr, MIX_EPS: tl.constexpr,
+    ITERATIONS: tl.constexpr, WARPS: tl.constexpr,
     E: tl.constexpr, K: tl.constexpr, BE: tl.constexpr, BK: tl.constexpr, HASHED: tl.constexpr,
     SCALING: tl.constexpr, SUM_EPS: tl.constexpr,
 ):  # fmt: skip
-    """The boundary in front of a mixture of experts, then its router; grid D // BD + 2 R + ceil(E / BE) * D // BK."""
+    """The boundary in front of a mixture of experts, then its router.
+
+    Grid D // BD + R * SHARES + R + ceil(E / BE) * D // BK.
+    """
     G: tl.constexpr = D // BD
+    ROW_PROGRAMS: tl.constexpr = R * SHARES
     GATES: tl.constexpr = (E + BE - 1) // BE * (D // BK)
     # With delayed mixing the gate needs no more than the column programs' rows, else the row programs'.
     LINE: tl.constexpr = 0 if DELAYED else ROWS_DONE
-    AWAITED: tl.constexpr = G if DELAYED else R
-    WAITERS: tl.constexpr = 2 * R + (GATES if DELAYED else 0)
+    AWAITED: tl.constexpr = G if DELAYED else ROW_PROGRAMS
+    WAITERS: tl.constexpr = ROW_PROGRAMS + R + (GATES if DELAYED else 0)
     program = tl.program_id(0)
     if program < G:
         column_program(
             program, parts, live, given, table_in, row_tokens, fn, streams, hidden, tap, sums, counters,
-            R, D, S, BD, W, MIXES, PARTS, EXPERTS, False, DELAYED, False,
+            R, D, S, BD, W, MIXES, PARTS, EXPERTS, False, DELAYED, False, WARPS,
         )  # fmt: skip
-    elif program < G + R:
+    elif program < G + ROW_PROGRAMS:
+        number = program - G
         row_program(
-            program - G, streams, hidden, base, scale, norm, x, rounded_x, sums, counters,
-            R, D, S, G, W, MIXES, DELAYED, False, ROUND, B, NB, NORM_EPS, MIX_EPS, 0 if DELAYED else ROWS_DONE,
+            number // SHARES, number % SHARES, streams, hidden, base, scale, norm, x, rounded_x, sums, counters,
+            R, D, S, G, W, SHARES, DELAYED, False, ROUND, B, NB, NORM_EPS, MIX_EPS, 0 if DELAYED else ROWS_DONE,
         )  # fmt: skip
         leave(counters, 0, WAITERS)
-    elif program < G + 2 * R:
+    elif program < G + ROW_PROGRAMS + R:
         coefficient_program(
-            program - G - R, base, scale, coefficients, sums, counters,
+            program - G - ROW_PROGRAMS, base, scale, coefficients, sums, counters,
             R, D, S, G, W, NORM_EPS, MIX_EPS, ITERATIONS,
         )  # fmt: skip
         leave(counters, 0, WAITERS)
     else:
-        gate = program - G - 2 * R
+        gate = program - G - ROW_PROGRAMS - R
         items = small_items(bias, table, tokens, R, E, K, HASHED)
         alive = tl.load(live)
         if gate_program(

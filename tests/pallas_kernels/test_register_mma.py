@@ -142,6 +142,25 @@ def test_bf16_activations_as_fp16():
     assert np.array_equal(halves[:6].astype(np.float64), x[:6].astype(np.float64))
 
 
+def test_thirds_of_a_pair_add_up_to_it():
+    rng = np.random.default_rng(4)
+    x = (rng.normal(size=(2, 32)) * 2.0 ** rng.integers(-60, 60, (2, 32))).astype(np.float32)
+    words = _run(text.bf16_thirds(), 3, "r", list(x)).view(ml_dtypes.bfloat16).reshape(3, 32, 2)
+    parts = words.astype(np.float64)
+    np.testing.assert_array_equal(parts.sum(0).T, x)
+    assert (np.abs(parts[1]) <= np.abs(parts[0]) / 128).all() and (
+        np.abs(parts[2]) <= np.abs(parts[1]) / 128
+    ).all()
+    (pair,) = _run(text.bf16_pair(), 1, "r", list(x)).view(ml_dtypes.bfloat16).reshape(1, 32, 2)
+    np.testing.assert_array_equal(pair, words[0])
+
+
+def test_sum_of_quad():
+    x = np.random.default_rng(5).normal(size=32).astype(np.float32)
+    (found,) = _run(text.sum_of_quad(), 1, "f", [x])
+    np.testing.assert_allclose(found, np.repeat(x.reshape(8, 4).sum(1), 4), rtol=1e-6)
+
+
 def test_peak_of_channels():
     numbers = np.random.default_rng(5).integers(0, 0x7C00, 64).astype(np.int32)
     found = _run(text.peak_of_channels(), 1, "r", [numbers])[0]

@@ -151,7 +151,9 @@ def _computed(m: Machine, name: str, args: list[str]) -> np.ndarray:
         if operation == "fma":
             exact = a.astype(np.float64) * rest[0] + rest[1]
         else:
-            exact = {"add": np.add, "mul": np.multiply}[operation](a.astype(np.float64), rest[0])
+            exact = {"add": np.add, "mul": np.multiply, "sub": np.subtract}[operation](
+                a.astype(np.float64), rest[0]
+            )
         return exact.astype(np.float32).view(np.uint32)
     if kind == "f16x2":
         a, b = (m.number(arg, np.float16).reshape(-1, 2) for arg in args)
@@ -186,8 +188,8 @@ def _converted(m: Machine, name: str, args: list[str]) -> np.ndarray:
     if name == "cvt.rn.satfinite.e4m3x2.f16x2":
         pair = np.clip(m.number(args[0], np.float16).astype(np.float32), -448, 448)
         return pair.astype(ml_dtypes.float8_e4m3fn).view(np.uint16)
-    assert name == "cvt.rn.f16x2.f32", name
-    high, low = (m.number(arg).astype(np.float16) for arg in args)
+    kind = {"cvt.rn.f16x2.f32": np.float16, "cvt.rn.bf16x2.f32": ml_dtypes.bfloat16}[name]
+    high, low = (m.number(arg).astype(kind) for arg in args)
     return np.stack([low, high], axis=-1).reshape(-1).view(np.uint32)
 
 

@@ -13,7 +13,7 @@ from pallas_kernels.hyper_connections.reference import Output, Projection
 
 # (model, rows, parts of the output, of experts, the boundary behind the last layer)
 BOUNDARIES = [
-    (specs.V4_FLASH, 8, 7, True, False), (specs.V4_FLASH, 8, 7, True, True), (specs.V41_FLASH, 16, 8, False, False),
+    (specs.V4_FLASH, 8, 7, True, False), (specs.V4_FLASH, 8, 7, True, True), (specs.V41_FLASH, 8, 8, False, False),
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import ptx_emulator
 import pytest
 
 from pallas_kernels import device_barrier
@@ -13,6 +14,8 @@ from pallas_kernels.hyper_connections import specs as boundary_specs
 from pallas_kernels.hyper_connections.reference import Output, Projection
 from pallas_kernels.router import fused, reference, specs
 from pallas_kernels.router.reference import Gate
+
+ptx_emulator.teach_interpreter()
 
 ROWS = 8
 # float32 sums in another order, through a square root and a division.
