@@ -1,7 +1,7 @@
 """The fused router, and the boundary in front of it in the same launch, in Triton.
 
-Knows: how the programs of one launch share the work (reference.py says what it computes). Does not know: shapes of a
-model, or how the launch is made (fused.py).
+Knows: how the programs of one launch share the work (reference.py says what it computes). Does not know: how experts
+are chosen from the logits (selection.py), shapes of a model, or how the launch is made (fused.py).
 
     gate programs     BE experts by a slice of K columns: partial logits [R, BE]
     the last of them  adds the slices, scores, choice, weights, and the list of distinct experts
@@ -18,34 +18,11 @@ from pallas_kernels.device_barrier import is_last, leave, wait
 from pallas_kernels.device_numbers import INTERPRETED, rounded
 from pallas_kernels.hyper_connections.column_kernels import column_program
 from pallas_kernels.hyper_connections.kernels import coefficient_program, hidden_inverses, row_program
+from pallas_kernels.router.selection import selection, small_items
 
 ROWS_DONE = tl.constexpr(1)  # line of the latch between row programs and gate programs
 GATE_DONE = tl.constexpr(2)  # line of the ticket of the gate programs
-LANES = tl.constexpr(128)  # experts that a warp holds of a row at once: 16 bytes a thread
 CHUNK = tl.constexpr(128)  # columns of one warp's product: warps that shared them would all do the same
-SMALLEST = tl.constexpr(-(2**31))
-NOBODY = tl.constexpr(2**31 - 1)
-
-
-@triton.jit
-def small_items(bias, table, tokens, R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, HASHED: tl.constexpr):
-    """What `selection` needs besides the logits: the biases for every row, or the K experts [R] of its token.
-
-    Nobody has read them for long, so that they take their time; every gate program asks before it waits for others.
-    """
-    row = tl.arange(0, R)
-    items = ()
-    if HASHED:
-        token = tl.load(tokens + row)
-        for k in tl.static_range(K):
-            items = items + (tl.load(table + token * K + k),)
-    else:
-        for chunk in tl.static_range((E + LANES - 1) // LANES):
-            expert = chunk * LANES + tl.arange(0, LANES)[None, :]
-            real = (expert < E) & (row >= 0)[:, None]
-            # For every row, so that biases are spread over the threads as logits are.
-            items = items + (tl.load(bias + expert + row[:, None] * 0, mask=real, other=0.0),)
-    return items
 
 
 @triton.jit
@@ -93,113 +70,6 @@ def gate_program(
     at = (split * R + row[None, :]) * E + expert[:, None]
     tl.store(logits + at, part, mask=(expert < E)[:, None] & (row >= 0)[None, :])
     return is_last(counters, GATE_DONE, GATES)
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + exp(x)); log1p by the ratio that cancels the rounding of 1 + t."""
-    t = tl.exp(-tl.abs(x))
-    u = 1.0 + t
-    tail = tl.where(u == 1.0, t, tl.log(u) * (t / tl.where(u == 1.0, 1.0, u - 1.0)))
-    return tl.maximum(x, 0.0) + tail
-
-
-@triton.jit
-def ordered(x):
-    """int32 that compare as float32 `x` do; NaN, which only dead rows hold, has some place too."""
-    bits = x.to(tl.int32, bitcast=True)
-    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-
-
-@triton.jit
-def selection(
-    logits, items, live, expert_ids, count, weight, slot, ids,
-    R: tl.constexpr, E: tl.constexpr, K: tl.constexpr, SPLITS: tl.constexpr, HASHED: tl.constexpr,
-    SCALING: tl.constexpr, SUM_EPS: tl.constexpr,
-):  # fmt: skip
-    """Scores, choice, weights and the list of entries, by one program; the first `live` rows are live.
-
-    A warp holds whole rows, LANES experts at a time, so that the search for a row's largest score stays inside it;
-    integers, because a warp finds the largest of those in one instruction.
-    """
-    CHUNKS: tl.constexpr = (E + LANES - 1) // LANES
-    row = tl.arange(0, R)
-    read = ()
-    for chunk in tl.static_range(CHUNKS):
-        expert = chunk * LANES + tl.arange(0, LANES)[None, :]
-        real = (expert < E) & (row >= 0)[:, None]
-        at = logits + row[:, None] * E + expert
-        for split in tl.static_range(SPLITS):
-            read = read + (tl.load(at + split * (R * E), mask=real, other=0.0, cache_modifier=".cg"),)
-    scores = ()
-    keys = ()
-    for chunk in tl.static_range(CHUNKS):
-        expert = chunk * LANES + tl.arange(0, LANES)[None, :]
-        total = read[chunk * SPLITS]
-        for split in tl.static_range(1, SPLITS):
-            total += read[chunk * SPLITS + split]
-        score = tl.sqrt(softplus(total))
-        scores = scores + (score.to(tl.int32, bitcast=True),)
-        if not HASHED:
-            keys = keys + (tl.where(expert < E, ordered(score + items[chunk]), SMALLEST),)
-
-    # [R, 8]: the choices of a row side by side, and their scores.
-    place = tl.arange(0, 8)[None, :]
-    chosen = tl.zeros((R, 8), tl.int32)
-    own = tl.zeros((R, 8), tl.int32)
-    mention = tl.zeros((R, 8), tl.int32)
-    earlier = ()
-    for k in tl.static_range(K):
-        if HASHED:
-            one = items[k]
-            before = tl.zeros((R,), tl.int32)
-            for other in tl.static_range(k):
-                before += (earlier[other] == one).to(tl.int32)
-            earlier = earlier + (one,)
-            mention = tl.where(place == k, before[:, None], mention)
-        else:
-            largest = keys[0]
-            for chunk in tl.static_range(1, CHUNKS):
-                largest = tl.maximum(largest, keys[chunk])
-            largest = tl.max(largest, axis=1)[:, None]
-            lowest = tl.full((R, LANES), E - 1, tl.int32)
-            for chunk in tl.static_range(CHUNKS):
-                expert = chunk * LANES + tl.arange(0, LANES)[None, :]
-                lowest = tl.minimum(lowest, tl.where(keys[chunk] == largest, expert, E - 1))
-            one = tl.min(lowest, axis=1)
-        bits = tl.zeros((R, LANES), tl.int32)
-        left = ()
-        for chunk in tl.static_range(CHUNKS):
-            expert = chunk * LANES + tl.arange(0, LANES)[None, :]
-            taken = expert == one[:, None]
-            bits = tl.where(taken, scores[chunk], bits)
-            if not HASHED:
-                left = left + (tl.where(taken, SMALLEST, keys[chunk]),)
-        keys = left
-        chosen = tl.where(place == k, one[:, None], chosen)
-        own = tl.where(place == k, tl.max(bits, axis=1)[:, None], own)
-
-    used = (place < K) & (row >= 0)[:, None]
-    alive = used & (row < live)[:, None]
-    score = own.to(tl.float32, bitcast=True)
-    share = score / (tl.sum(tl.where(used, score, 0.0), axis=1)[:, None] + SUM_EPS) * SCALING
-    tl.store(ids + row[:, None] * K + place, tl.where(alive, chosen, -1), mask=used)
-
-    # An expert has one entry, or as many as one row mentions it (only a table does so more than once): an entry is
-    # a pair of an expert and the number of its mention within the row. Entries come in ascending order.
-    entry = tl.reshape(tl.where(alive, chosen * 8 + mention, NOBODY), (R * 8,))
-    index = tl.arange(0, R * 8)
-    same = entry[:, None] == entry[None, :]
-    first = tl.max((same & (index[:, None] < index[None, :])).to(tl.int32), axis=0) == 0
-    first = first & (entry < NOBODY)
-    smaller = (entry[None, :] < entry[:, None]) & first[None, :]
-    mine = tl.reshape(tl.sum(smaller.to(tl.int32), axis=1), (R, 8))
-    listed = tl.sum(first.to(tl.int32), axis=0)
-    tl.store(count, listed)
-    tl.store(expert_ids + index, -1, mask=(index >= listed) & (index < R * K))
-    tl.store(expert_ids + mine, chosen, mask=alive)
-    tl.store(weight + mine * R + row[:, None], share, mask=alive)
-    tl.store(slot + mine * R + row[:, None], place + tl.zeros_like(mine), mask=alive)
 
 
 @triton.jit

@@ -63,6 +63,29 @@ def test_routes(spec, count, hashed, ties):
     assert_same(found, expected, counters)
 
 
+@pytest.mark.parametrize("spec", [V4, V41, specs.DEMO], ids=str)
+def test_all_rows_may_choose_the_same_experts(spec):
+    x, gate, _ = operands(spec, False, False, jnp.float32)
+    x = jnp.repeat(x[:1], ROWS, axis=0)
+    expected = REFERENCE(spec, x, gate, jnp.int32(ROWS), None)
+    *found, counters = fused.route(
+        spec, x, gate, jnp.int32(ROWS), device_barrier.counters(fused.COUNTER_LINES)
+    )
+    assert int(found[0].count[0]) == spec.chosen
+    assert_same(found, expected, counters)
+
+
+@pytest.mark.parametrize("spec", [V4, V41], ids=str)
+def test_of_many_equal_scores_the_lowest_ids_are_chosen(spec):
+    x, gate, _ = operands(spec, False, False, jnp.float32)
+    gate = Gate(jnp.zeros_like(gate.weight), jnp.zeros(spec.experts).at[jnp.asarray([130, 131, 7])].set(1.0))
+    *found, counters = fused.route(
+        spec, x, gate, jnp.int32(ROWS), device_barrier.counters(fused.COUNTER_LINES)
+    )
+    assert np.asarray(found[1]).tolist() == [[7, 130, 131, 0, 1, 2]] * ROWS
+    assert_same(found, REFERENCE(spec, x, gate, jnp.int32(ROWS), None), counters)
+
+
 def test_dead_rows_may_hold_anything():
     x, gate, _ = operands(V4, False, False, jnp.float32)
     expected = REFERENCE(V4, x, gate, jnp.int32(3))
