@@ -41,7 +41,8 @@ from v4flash.speculative.step import draft_limit, speculative_step
 from v4flash.speculative.stream import Control, StepResult, Stream
 
 SCHEMA = "v4flash.real_step/1"
-WARM_STEPS, PROFILED_STEPS = 3, 3
+# Every step chooses other experts, so that a few profiled ones would say little of those that were timed.
+WARM_STEPS, PROFILED_STEPS = 3, 10
 _COPIED, _COPIES = 1 << 30, 16  # bytes of the array whose copies give the bandwidth, and their number
 SLACK = 1024  # positions behind the longest context, for the steps of the loops
 
@@ -400,8 +401,7 @@ def _cell(request: Request, program: StepProgram, params, stream: Stream, settin
             stream, made = program.run(params, stream, control)
         return stream, made
 
-    stream, made = loop(stream, WARM_STEPS)
-    distinct = _distinct(made.routes, 1 + (k if depth is None else depth))
+    stream, _ = loop(stream, WARM_STEPS)
     taken, queued = [], []
     for _ in range(request.repeats):
         started = time.perf_counter()
@@ -409,6 +409,12 @@ def _cell(request: Request, program: StepProgram, params, stream: Stream, settin
         queued.append((time.perf_counter() - started) / request.steps)
         jax.block_until_ready(made)
         taken.append((time.perf_counter() - started) / request.steps)
+    # Steps differ in what they choose, and each writes over the one before: as many again are waited for one by one.
+    chosen = []
+    for _ in range(request.steps):
+        stream, made = loop(stream, 1)
+        chosen.append(_distinct(made.routes, 1 + (k if depth is None else depth)))
+    distinct = np.mean(chosen, axis=0).tolist()
     cell = {
         "context": context,
         "temperature": temperature,
@@ -420,8 +426,8 @@ def _cell(request: Request, program: StepProgram, params, stream: Stream, settin
         "distinct": distinct,
         "experts_per_layer": {
             "mean": round(float(np.mean(distinct)), 1),
-            "least": int(min(distinct)),
-            "most": int(max(distinct)),
+            "least": round(min(distinct), 1),
+            "most": round(max(distinct), 1),
         },
         "usable": bool(made.result.usable),
         "verified": int(made.result.drafted),
