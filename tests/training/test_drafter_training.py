@@ -1,17 +1,34 @@
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_model
 
+from v4flash.speculative.rejection import acceptance_probability, block_chances
 from v4flash.state import DecodeState
 from v4flash.training.batches import draw
-from v4flash.training.drafter import Blocks, block_losses, draw_anchors, make_step, run_blocks
+from v4flash.training.drafter import (
+    Blocks,
+    block_losses,
+    draw_anchors,
+    judged_rows,
+    make_step,
+    run_blocks,
+)
 from v4flash.training.evaluate import make_measure, ranking_quality, summarised
 from v4flash.training.initialise import drafter_from_target
 from v4flash.training.optimise import TrainingState, adamw
 from v4flash.training.sampler import make_sampler
-from v4flash.training.schedule import Budget, phase_at, rate_share, target_phases
+from v4flash.training.schedule import (
+    Budget,
+    joint_phases,
+    phase_at,
+    rate_share,
+    seconds_until,
+    target_phases,
+)
 from v4flash.training.stored_weights import of_room
 
 LENGTH = 24
@@ -101,8 +118,24 @@ def test_losses_of_a_perfect_drafter_are_the_entropies_only():
     loss, parts = block_losses(Blocks(law, law, sure, labels, []), jnp.full((2, 2, 1), 0.6))
     assert float(parts["law"]) == pytest.approx(0, abs=1e-6)
     assert float(parts["confidence"]) == pytest.approx(0, abs=1e-6)
-    assert float(loss) == pytest.approx(0.1 * float(parts["label"]), abs=1e-6)
+    # The confidence counts eight times, and sums of a law end in the last place.
+    assert float(loss) == pytest.approx(0.1 * float(parts["label"]), abs=1e-4)
     np.testing.assert_allclose(parts["accepted"], 1, atol=1e-6)
+
+
+def test_judged_rows_are_what_the_block_rule_says():
+    drafted, target = 2 * jax.random.normal(jax.random.key(0), (2, 1, 3, 4, 7))
+    labels = jax.random.randint(jax.random.key(1), (1, 3, 4), 0, 7)
+    chance, reach = judged_rows(Blocks(drafted, target, jnp.zeros(labels.shape), labels, []))
+    q, p = jax.nn.softmax(drafted), jax.nn.softmax(target)
+    for block in range(3):
+        ids, own, law = labels[0, block], q[0, block], p[0, block]
+        share = block_chances(ids, own, law, 4)[0][:4]
+        expected = acceptance_probability(share[:, None] * law, own) / share
+        np.testing.assert_allclose(chance[0, block], expected, rtol=1e-5)
+        ratio = own[jnp.arange(4), ids] / law[jnp.arange(4), ids]
+        before = jnp.cumprod(jnp.concatenate([jnp.ones(1), ratio[:-1]]))
+        np.testing.assert_allclose(reach[0, block], before * share, rtol=1e-5)
 
 
 def test_samples_follow_their_prompts_and_low_temperature_repeats_the_best_token(setting):
@@ -127,14 +160,26 @@ def test_ranking_quality_of_known_orders():
     assert ranking_quality(np.array([1.0, 2.0, 3.0]), np.array([0.0, 0.0, 1.0])) == 1.0
     assert ranking_quality(np.array([1.0, 2.0, 3.0]), np.array([1.0, 0.0, 0.0])) == 0.0
     assert ranking_quality(np.zeros(4), np.array([1.0, 0.0, 1.0, 0.0])) == 0.5
+    # A row that is never met counts nothing.
+    met = np.array([1.0, 1.0, 0.0])
+    assert ranking_quality(np.array([1.0, 2.0, 3.0]), np.array([0.0, 1.0, 0.0]), met) == 1.0
+
+
+def test_a_deadline_stretches_and_shortens_all_plans_alike():
+    assert seconds_until(None, [20.0, 60.0]) == 20.0
+    assert seconds_until(time.time() + 40, [20.0, 60.0]) == pytest.approx(10, abs=0.1)
+    assert seconds_until(time.time() + 160, [20.0, 60.0]) == pytest.approx(40, abs=0.1)
 
 
 def test_schedule_warms_up_decays_and_passes_its_phases():
     shares = [rate_share(progress, 0.1) for progress in (0.0, 0.05, 0.1, 0.55, 1.0)]
     assert shares[2] == pytest.approx(1.0)
     assert shares[0] < shares[1] < shares[2] > shares[3] > shares[4] > 0
+    assert rate_share(1.0, 0.1, 0.5) == pytest.approx(0.5)
     phases = target_phases((8, 16, 32))
-    assert [phase_at(phases, progress) for progress in (0, 0.59, 0.6, 0.91, 0.92, 1)] == [0, 0, 1, 1, 2, 2]
+    assert [phase_at(phases, progress) for progress in (0, 0.79, 0.8, 1)] == [0, 0, 1, 1]
+    phases = joint_phases((8, 16, 32))
+    assert [phase_at(phases, progress) for progress in (0, 0.89, 0.9, 1)] == [0, 0, 1, 1]
     budget = Budget(seconds=100, spent=25)
     assert budget.progress(step=7) == 0.25
     assert Budget(seconds=100, steps=10).progress(step=4) == 0.4

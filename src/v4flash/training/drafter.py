@@ -1,7 +1,7 @@
 """Training of the drafter on a frozen target: blocks at random anchors of whole sequences.
 
 Knows: how one target pass serves many blocks, the teacher-forced Markov chain, and the three losses. Does not
-know: where sequences come from, schedules, files.
+know: where sequences come from, schedules, files, or how a target learns beside its drafter (joint.py).
 
 A block at anchor t holds [x_t, noise, ...] at positions t, t + 1, ...; it sees context rows before t only;
 its row j predicts x_{t+1+j}, and the law it should have is the target's at position t + j.
@@ -26,7 +26,8 @@ LABEL_WEIGHT, LAW_WEIGHT = 0.1, 0.9
 # Several times that of the law: the head behind the last hidden vector is linear, so the vector must be asked for it.
 CONFIDENCE_WEIGHT = 8.0
 ROW_DECAY = 4.0  # row j counts exp(-j / ROW_DECAY)
-TEMPERATURES = (0.3, 0.6, 1.0)
+# Greedy text wants a sharp law; at temperature 1 there is more to know.
+TEMPERATURES = (0.3, 1.0, 1.0)
 WEIGHT_DECAY = 0.01
 
 
@@ -64,10 +65,21 @@ def context_window(rows: jax.Array, before: jax.Array, window: int) -> jax.Array
 
 
 def run_blocks(model: Model, tokens: jax.Array, anchors: jax.Array) -> Blocks:
-    """Blocks at anchors int32 [B, A] of sequences int32 [B, T]; no gradient reaches the target."""
+    """Blocks at anchors int32 [B, A] of sequences int32 [B, T] behind a target that stays as it is."""
+    hidden, taps, _ = jax.lax.stop_gradient(run_target(model, tokens))
+    return blocks_behind(model, tokens, hidden, taps, anchors)
+
+
+def blocks_behind(
+    model: Model, tokens: jax.Array, hidden: jax.Array, taps: jax.Array, anchors: jax.Array
+) -> Blocks:
+    """Blocks at anchors int32 [B, A] of sequences int32 [B, T], given what `run_target` found along them.
+
+    Gradients reach the target through hidden [B, T, D] (its law), taps [B, T, n * D], and the embedding and the head
+    that the drafter borrows.
+    """
     config, drafter, backbone = model.config, model.drafter, model.backbone
     rows = config.draft.block_size
-    hidden, taps, _ = jax.lax.stop_gradient(run_target(model, tokens))
 
     def sequence(tokens: jax.Array, hidden: jax.Array, taps: jax.Array, anchors: jax.Array):
         main = drafter.context(taps)
@@ -84,7 +96,7 @@ def run_blocks(model: Model, tokens: jax.Array, anchors: jax.Array) -> Blocks:
             law = backbone.logits(jax.lax.dynamic_slice_in_dim(hidden, anchor, rows))
             labels = jax.lax.dynamic_slice(tokens, (anchor + 1,), (rows,))
             confidence = drafter.confidence_logits(made.hidden, embedded)
-            return drafted, jax.lax.stop_gradient(law), confidence, labels, made.routes
+            return drafted, law, confidence, labels, made.routes
 
         return jax.vmap(block)(anchors)
 
@@ -101,6 +113,23 @@ def overlap(blocks: Blocks, temperature: jax.Array) -> jax.Array:
     return 1 - 0.5 * jnp.sum(distance, axis=-1)
 
 
+def judged_rows(blocks: Blocks) -> tuple[jax.Array, jax.Array]:
+    """How decoding by the block rule would meet each row at temperature 1: (chance, reach), both [B, A, K].
+
+    Chance: that the row's draft stays if those before it are the labels and stay, sum_v min(s p, q) / s, s the share of
+    the target's mass that they still stand for. Reach: the probability that decoding drafts the labels before the row
+    and keeps them, over that of the target writing them, prod q / p * s; weighted by it, text of the target at
+    temperature 1 holds rows as often as decoding does.
+    """
+    own, target = jax.nn.log_softmax(blocks.drafted), jax.nn.log_softmax(blocks.target)
+    ratio = jnp.take_along_axis(own - target, blocks.labels[..., None], axis=-1)[..., 0]
+    product = jnp.cumsum(ratio, axis=-1) - ratio
+    # The share becomes min(share * p / q, 1) with every label, so that product times share is the least product so far.
+    reach = jax.lax.cummin(product, axis=product.ndim - 1)
+    share = (reach - product)[..., None]
+    return jnp.sum(jnp.exp(jnp.minimum(target, own - share)), axis=-1), jnp.exp(reach)
+
+
 def block_losses(blocks: Blocks, temperature: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The weighted loss and its parts: label cross entropy, law distance, confidence cross entropy."""
     rows = blocks.labels.shape[-1]
@@ -108,13 +137,13 @@ def block_losses(blocks: Blocks, temperature: jax.Array) -> tuple[jax.Array, dic
     weight = weight / (jnp.sum(weight) * blocks.labels[..., 0].size)
     accepted = overlap(blocks, temperature)
     label = optax.softmax_cross_entropy_with_integer_labels(blocks.drafted, blocks.labels)
-    # A confidence knows no temperature: it learns the acceptance of an untempered draw.
-    plain = jax.lax.stop_gradient(overlap(blocks, jnp.ones_like(temperature)))
-    sure = optax.sigmoid_binary_cross_entropy(blocks.confidence, plain)
+    # A confidence knows no temperature: it learns what happens to untempered draws, on the rows that decoding meets.
+    chance, reach = jax.lax.stop_gradient(judged_rows(blocks))
+    sure = optax.sigmoid_binary_cross_entropy(blocks.confidence, chance)
     parts = {
         "label": jnp.sum(weight * label),
         "law": jnp.sum(weight * 2 * (1 - accepted)),
-        "confidence": jnp.sum(weight * sure),
+        "confidence": jnp.sum(reach * sure) / jnp.sum(reach),
         "accepted": jnp.mean(accepted, axis=(0, 1)),
     }
     loss = LABEL_WEIGHT * parts["label"] + LAW_WEIGHT * parts["law"] + CONFIDENCE_WEIGHT * parts["confidence"]

@@ -114,14 +114,15 @@ def _corpus(corpus: Mapping[str, Any]) -> list[str]:
 
 def _losses(records: Mapping[str, list[dict]]) -> list[str]:
     """The last held-out losses; nothing where the target was trained in another run."""
-    measured = [entry for entry in records.get("target", []) if f"heldout_{CLASSES[0]}" in entry]
+    entries = [*records.get("target", []), *records.get("joint", [])]
+    measured = [entry for entry in entries if f"heldout_{CLASSES[0]}" in entry]
     if not measured:
         return []
     last = measured[-1]
     return [
         "## Loss on held-out text",
         "",
-        f"After {last['step']:,} steps ({last['seconds'] / 60:.1f} minutes of training).",
+        f"After {last['step']:,} steps ({last['seconds'] / 60:.1f} minutes) of the last stage that trained the target.",
         "",
         "| class | nats per token |",
         "| --- | --- |",

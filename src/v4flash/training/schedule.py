@@ -1,6 +1,6 @@
 """How far a stage of training has come, and the rate that follows from it.
 
-Knows: budgets in wall-clock seconds or in steps, learning-rate shapes, and the phases of target training. Does
+Knows: budgets in wall-clock seconds or in steps, deadlines, learning-rate shapes, and the phases of each stage. Does
 not know: what a step does.
 """
 
@@ -35,17 +35,26 @@ class Budget:
         return min(share, 1.0)
 
 
-def rate_share(progress: float, warm_up: float) -> float:
-    """Learning rate over its peak: linear warm-up, then a cosine down to FINAL_RATE_SHARE."""
+def rate_share(progress: float, warm_up: float, final: float = FINAL_RATE_SHARE) -> float:
+    """Learning rate over its peak: linear warm-up, then a cosine down to `final`."""
     if progress < warm_up:
         return max(progress / warm_up, 0.01)
     turn = math.pi * (progress - warm_up) / (1 - warm_up)
-    return FINAL_RATE_SHARE + (1 - FINAL_RATE_SHARE) * 0.5 * (1 + math.cos(turn))
+    return final + (1 - final) * 0.5 * (1 + math.cos(turn))
+
+
+def seconds_until(deadline: float | None, planned: list[float]) -> float:
+    """Seconds for the first of some stages planned one after another, so that the last ends at `deadline`.
+
+    A deadline (as `time.time()` counts) makes all plans longer or shorter by one factor; without one they hold.
+    """
+    factor = max(deadline - time.time(), 1.0) / sum(planned) if deadline else 1.0
+    return planned[0] * factor
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """A part of target training: from which progress on, on which length, and whether selection is open.
+    """A part of a stage: from which progress on, on which length, and whether selection is open.
 
     `open_selection`: the indexer keeps every visible entry, so that attention learns what to look for before
     the index has to choose it.
@@ -57,12 +66,13 @@ class Phase:
 
 
 def target_phases(lengths: tuple[int, int, int]) -> tuple[Phase, ...]:
-    """Open selection for 60 % of the budget, the model's own selection after it, the last 8 % on long crops."""
-    return (
-        Phase(0.0, lengths[0], True),
-        Phase(0.6, lengths[1], False),
-        Phase(0.92, lengths[2], False),
-    )
+    """Open selection for 80 % of the budget, the model's own selection after it."""
+    return Phase(0.0, lengths[0], True), Phase(0.8, lengths[1], False)
+
+
+def joint_phases(lengths: tuple[int, int, int]) -> tuple[Phase, ...]:
+    """The last 10 % of the budget on long crops."""
+    return Phase(0.0, lengths[1], False), Phase(0.9, lengths[2], False)
 
 
 def phase_at(phases: tuple[Phase, ...], progress: float) -> int:

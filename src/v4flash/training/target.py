@@ -50,17 +50,22 @@ def run_target(model: Model, tokens: jax.Array) -> tuple[jax.Array, jax.Array | 
     return jax.vmap(one)(tokens)
 
 
-def sequence_loss(model: Model, tokens: jax.Array) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
-    """(cross entropy in nats, mean squared log normaliser, routes) of predicting tokens[:, 1:].
+def next_token_loss(model: Model, hidden: jax.Array, following: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(cross entropy in nats, mean squared log normaliser) of ids int32 [B, T] behind hidden [B, T, D].
 
     The softmax runs over all ids, the padded ones too: they never occur, so the model learns to avoid them
     and a decoder needs no mask for them.
     """
-    hidden, _, routes = run_target(model, tokens[:, :-1])
     logits = jax.vmap(model.backbone.logits)(hidden)
     normaliser = jax.nn.logsumexp(logits, axis=-1)
-    chosen = jnp.take_along_axis(logits, tokens[:, 1:, None], axis=-1)[..., 0]
-    return jnp.mean(normaliser - chosen), jnp.mean(jnp.square(normaliser)), routes
+    chosen = jnp.take_along_axis(logits, following[..., None], axis=-1)[..., 0]
+    return jnp.mean(normaliser - chosen), jnp.mean(jnp.square(normaliser))
+
+
+def sequence_loss(model: Model, tokens: jax.Array) -> tuple[jax.Array, jax.Array, list[jax.Array]]:
+    """(cross entropy in nats, mean squared log normaliser, routes) of predicting tokens[:, 1:]."""
+    hidden, _, routes = run_target(model, tokens[:, :-1])
+    return *next_token_loss(model, hidden, tokens[:, 1:]), routes
 
 
 def expert_loads(skeleton: Skeleton, routes: list[jax.Array]) -> Weights:

@@ -2,7 +2,7 @@
 
     python -m v4flash.training.train --config configs/models/demo.json --corpus DIR --out DIR
 
-Knows: the order of stages (target, samples, drafter, export), their budgets, logging and saving. Does not
+Knows: the order of stages (target, joint, samples, drafter, export), their budgets, logging and saving. Does not
 know: losses or models; those are the modules beside it. Started again with the same arguments it goes on
 where it stopped.
 """
@@ -12,7 +12,8 @@ import dataclasses
 import json
 import sys
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import jax
@@ -23,72 +24,42 @@ from tokenizers import Tokenizer
 from v4flash.checkpoint.engram_map import engram_token_map
 from v4flash.config import ModelConfig
 from v4flash.training import drafter as drafting
-from v4flash.training import target as targeting
 from v4flash.training.batches import Streams, draw
 from v4flash.training.corpus import CLASSES
-from v4flash.training.evaluate import make_measure, summarised
+from v4flash.training.evaluate import summarised
 from v4flash.training.initialise import drafter_from_target, initial_weights
+from v4flash.training.joint import JointState
 from v4flash.training.model_card import model_card
-from v4flash.training.optimise import TrainingState, adamw
-from v4flash.training.sampler import make_sampler
-from v4flash.training.saving import RunFolder, load_weights, save_checkpoint, tokenizer_files
-from v4flash.training.schedule import Budget, Phase, phase_at, rate_share, target_phases
-from v4flash.training.stored_weights import Skeleton, of_room, with_open_selection
-
-PROMPT_LENGTH = 32
-SAMPLE_TEMPERATURES = (1.0, 0.6, 1.0, 0.3)
-OWN_SHARE = 0.7  # of the drafter's sequences are the target's own text, which is what it will draft
-WARM_UP = 0.03
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Sizes and budgets of a run; minutes hold where the matching number of steps is None."""
-
-    minutes_target: float = 2.2
-    minutes_samples: float = 2.0
-    minutes_draft: float = 5.5
-    steps_target: int | None = None
-    rounds_samples: int | None = 20
-    steps_draft: int | None = None
-    lengths: tuple[int, int, int] = (512, 512, 1024)
-    tokens_per_step: int = 32768
-    tokens_per_microbatch: int = 16384
-    rate_target: float = 2.5e-3
-    rate_draft: float = 1.5e-3
-    balance_rate: float = 3e-3
-    sample_streams: int = 1024
-    sample_tokens: int = 480
-    draft_sequences: int = 20
-    anchors: int = 96
-    evaluation_sequences: int = 16
-    log_every: int = 50
-    evaluate_every: int = 500
-    save_seconds: float = 120.0
-    dtype: str = "bfloat16"
-    seed: int = 20261129
-
-    @property
-    def sample_length(self) -> int:
-        return PROMPT_LENGTH + self.sample_tokens
-
-
-SMOKE = Settings(
-    steps_target=6,
-    rounds_samples=1,
-    steps_draft=4,
-    lengths=(32, 64, 128),
-    tokens_per_step=256,
-    tokens_per_microbatch=128,
-    sample_streams=4,
-    sample_tokens=16,
-    draft_sequences=4,
-    anchors=4,
-    evaluation_sequences=2,
-    log_every=1,
-    evaluate_every=3,
-    dtype="float32",
+from v4flash.training.optimise import TrainingState
+from v4flash.training.programs import (
+    DRAFT_OPTIMISER,
+    TARGET_OPTIMISER,
+    Programs,
+    batch_shape,
+    joint_shape,
 )
+from v4flash.training.saving import RunFolder, load_weights, save_checkpoint, tokenizer_files
+from v4flash.training.schedule import (
+    Budget,
+    Phase,
+    joint_phases,
+    phase_at,
+    rate_share,
+    seconds_until,
+    target_phases,
+)
+from v4flash.training.settings import PROMPT_LENGTH, SMOKE, Settings
+from v4flash.training.stored_weights import Skeleton, Weights, of_room
+
+STAGES = ("target", "joint", "samples", "draft")
+# Greedy decoding is judged too, and its text is like that of a low temperature.
+SAMPLE_TEMPERATURES = (1.0, 1.0, 1.0, 0.3)
+# Of each training stream, left to the sampler: what the target writes behind text it has learnt is easier to foresee
+# than what it writes behind the prompt of a user.
+PROMPT_SHARE = 0.08
+WARM_UP = 0.03
+HANDED_OVER_RATE = 0.5  # of the peak: joint training goes on from there
+EXPORT_SECONDS = 40
 
 
 class Run:
@@ -108,12 +79,19 @@ class Run:
         self.config = ModelConfig.from_dict(self.config_json)
         self.skeleton = Skeleton.create(self.config, jnp.dtype(settings.dtype))
         self.folder = RunFolder(out)
-        self.target_folder = start_target or out / "target"
+        self.start_target = start_target
         longest = max(*settings.lengths, settings.sample_length) + 1
         begin = self.config.bos_token_id
-        self.streams = Streams.read(corpus, "train", longest, begin)
+        self.streams = Streams.read(corpus, "train", longest, begin, (0.0, 1 - PROMPT_SHARE))
+        self.unlearnt = Streams.read(corpus, "train", longest, begin, (1 - PROMPT_SHARE, 1.0))
         self.heldout = Streams.read(corpus, "heldout", longest, begin)
         self.sources = json.loads((corpus / "manifest.json").read_text(encoding="utf-8"))
+        self.programs = Programs(self.skeleton, settings, self.streams)
+
+    @property
+    def target_folder(self) -> Path:
+        """The checkpoint that writes the samples and that drafter training starts from."""
+        return self.start_target or self.folder.path / "joint"
 
     def say(self, stage: str, entry: dict) -> None:
         """Prints one line and adds it to the log."""
@@ -126,7 +104,13 @@ class Run:
         count = self.settings.evaluation_sequences
         return draw(self.heldout, jax.random.key(kind), count, length, kind)
 
-    def fresh_weights(self):
+    def places(self) -> jax.Array:
+        """The same anchors on held-out crops at every call."""
+        settings, rows = self.settings, self.config.draft.block_size
+        key, count = jax.random.key(settings.seed), settings.evaluation_sequences
+        return drafting.draw_anchors(key, count, settings.anchors, settings.sample_length, rows)
+
+    def fresh_weights(self) -> Weights:
         token_map = None
         if self.config.engram:
             tokenizer = Tokenizer.from_file(str(self.tokenizer / "tokenizer.json"))
@@ -134,215 +118,229 @@ class Run:
             token_map = engram_token_map(tokenizer, self.config.vocab_size, pad)
         return initial_weights(self.skeleton, jax.random.key(self.settings.seed), token_map)
 
+    def budget(self, stage: str) -> Budget:
+        """A stage's budget from now on: its steps, or its minutes, or its share of the time until the deadline."""
+        settings, name = self.settings, f"steps_{stage}"
+        planned = [60 * getattr(settings, f"minutes_{other}") for other in STAGES[STAGES.index(stage) :]]
+        deadline = settings.deadline and settings.deadline - EXPORT_SECONDS
+        return Budget(seconds_until(deadline, planned), getattr(settings, name, None))
+
     def train_target(self) -> None:
-        """Stage 1: leaves a published checkpoint in `target_folder`."""
-        if (self.target_folder / "config.json").exists():
+        """Stage 1: leaves a published checkpoint in `target/`, with a drafter that has not learnt."""
+        folder = self.folder.path / "target"
+        if self.start_target or _finished(folder) or _finished(self.target_folder):
             return
-        settings, optimiser = self.settings, adamw(targeting.WEIGHT_DECAY)
-        budget = Budget(settings.minutes_target * 60, settings.steps_target)
-        weights = self.fresh_weights()
+        self.programs.of_target()
+        settings, weights = self.settings, self.fresh_weights()
         drafter = of_room(weights, "drafter")
-        state = TrainingState.create(of_room(weights, "backbone"), optimiser)
-        state, budget.spent = self.folder.load_state("target", state)
-        phases = target_phases(settings.lengths)
-        first = phase_at(phases, budget.progress(int(state.step)))
-        arguments = (state, self.streams, drafter, jnp.float32(0), jnp.float32(0))
-        shapes = jax.tree.map(_shape, arguments)
-        crop = _shape(self.heldout_batch(0, settings.lengths[1] + 1))
-        with ThreadPoolExecutor(max_workers=2) as compiler:
-            # Later phases and the evaluation compile while the current phase runs.
-            steps: list[Future | None] = [None] * len(phases)
-            for index in range(first, len(phases)):
-                make = self.target_step(phases[index], optimiser)
-                label = f"target step, length {phases[index].length}"
-                steps[index] = compiler.submit(_compiled, label, make, *shapes)
-            loss = targeting.make_loss(self.skeleton)
-            evaluate = compiler.submit(_compiled, "target loss", loss, shapes[0].weights | shapes[2], crop)
-            steps[first].result()
-            budget.start()
-            state = self._run_target(state, drafter, budget, phases, steps, evaluate)
+        state = TrainingState.create(of_room(weights, "backbone"), TARGET_OPTIMISER)
+        phases, steps = target_phases(settings.lengths), self.programs.target_steps
+        steps[0].result()
+
+        def advance(state, phase: int, share: float):
+            rates = self.rates(settings.rate_target, share)
+            made = steps[phase].result()(state, self.streams, drafter, *rates)
+            return *made, batch_shape(settings, phases[phase].length).tokens
+
+        def evaluate(state) -> dict:
+            return self.heldout_losses(state.weights | drafter)
+
+        loss = self.programs.target_loss
+        state = self.train("target", state, phases, steps, advance, evaluate, [loss], HANDED_OVER_RATE)
         weights = state.weights | drafter
         weights |= drafter_from_target(self.skeleton, weights, jax.random.key(settings.seed + 1))
-        files = tokenizer_files(self.tokenizer)
-        size = save_checkpoint(self.target_folder, self.skeleton, weights, self.config_json, files)
-        print(f"[target] wrote {self.target_folder} ({size / 1e6:.1f} MB)", flush=True)
-        self.folder.drop_state("target")
+        self.save("target", weights)
 
-    def batch_shape(self, length: int) -> targeting.BatchShape:
-        """Microbatches whose attention scores take the memory of the set tokens at length 1024."""
-        settings = self.settings
-        scores = settings.tokens_per_microbatch * 1024
-        sequences = max(min(scores // length**2, settings.tokens_per_step // length), 1)
-        passes = max(round(settings.tokens_per_step / (sequences * length)), 1)
-        return targeting.BatchShape(passes, sequences, length)
+    def train_joint(self) -> None:
+        """Stage 2: leaves a published checkpoint in `joint/`."""
+        if self.start_target or _finished(self.target_folder):
+            return
+        self.programs.of_joint()
+        settings, weights = self.settings, load_weights(self.folder.path / "target", self.skeleton)
+        state = JointState(
+            TrainingState.create(of_room(weights, "backbone"), TARGET_OPTIMISER),
+            TrainingState.create(of_room(weights, "drafter"), DRAFT_OPTIMISER),
+        )
+        phases, steps = joint_phases(settings.lengths), self.programs.joint_steps
+        crops = {name: self.heldout_batch(kind, settings.sample_length) for kind, name in enumerate(CLASSES)}
+        steps[0].result()
 
-    def target_step(self, phase: Phase, optimiser):
-        """The jitted step of a phase."""
-        config = with_open_selection(self.config, phase.length) if phase.open_selection else self.config
-        skeleton = Skeleton.create(config, self.skeleton.numerics.dtype)
-        return targeting.make_step(skeleton, self.batch_shape(phase.length), optimiser, self.settings.seed)
+        def advance(state, phase: int, share: float):
+            rates = self.rates(settings.rate_joint, share)
+            shape = joint_shape(settings, phases[phase].length)
+            return *steps[phase].result()(state, self.streams, *rates), shape.sequences * shape.length
 
-    def _run_target(self, state, drafter, budget: Budget, phases, steps: list, evaluate: Future):
-        settings, step = self.settings, int(state.step)
-        current = phase_at(phases, budget.progress(step))
-        saved = logged = time.monotonic()
-        seen, previous = 0, None
-        while (progress := budget.progress(step)) < 1:
-            wanted = phase_at(phases, progress)
-            if wanted > current and (steps[wanted].done() or settings.steps_target):
-                current = wanted
-            share = rate_share(progress, WARM_UP)
-            rates = jnp.float32(settings.rate_target * share), jnp.float32(settings.balance_rate * share)
-            state, metrics = steps[current].result()(state, self.streams, drafter, *rates)
-            step, seen = step + 1, seen + self.batch_shape(phases[current].length).tokens
-            if previous is not None:  # one step behind, so that the device never waits for the host
-                previous["loss"].block_until_ready()
-            previous = metrics
-            last = budget.progress(step) >= 1
-            if step % settings.log_every == 0 or last:
-                entry = _measured(step, budget, metrics, seen / (time.monotonic() - logged))
-                if last or (step % settings.evaluate_every == 0 and evaluate.done()):
-                    for kind, name in enumerate(CLASSES):
-                        crop = self.heldout_batch(kind, settings.lengths[1] + 1)
-                        entry[f"heldout_{name}"] = float(evaluate.result()(state.weights | drafter, crop))
-                self.say("target", entry | {"length": phases[current].length})
-                logged, seen = time.monotonic(), 0
-            if time.monotonic() - saved > settings.save_seconds:
-                self.folder.save_state("target", state, budget.elapsed)
-                saved = time.monotonic()
-        self.folder.save_state("target", state, budget.elapsed)
-        return state
+        def evaluate(state) -> dict:
+            stored = self.skeleton.stored(state.weights)
+            return self.heldout_losses(state.weights) | self.estimates(stored, crops)
+
+        needed = [self.programs.target_loss, self.programs.measure]
+        state = self.train("joint", state, phases, steps, advance, evaluate, needed)
+        self.save("joint", state.weights)
 
     def draw_samples(self) -> None:
-        """Stage 2: leaves `samples.npy`, the target's own text behind corpus prompts."""
+        """Stage 3: leaves `samples.npy`, the target's own text behind prompts that it has not learnt, and
+        `heldout_samples.npy`, at temperature 1 behind held-out prompts.
+        """
         path = self.folder.path / "samples.npy"
         if path.exists():
             return
+        self.programs.of_drafter()
         settings, stored = (
             self.settings,
             self.skeleton.stored(load_weights(self.target_folder, self.skeleton)),
         )
-        budget = Budget(settings.minutes_samples * 60, settings.rounds_samples)
-        sample = make_sampler(self.skeleton, settings.sample_tokens)
-        temperature = jnp.asarray(np.resize(SAMPLE_TEMPERATURES, settings.sample_streams), jnp.float32)
-        prompts = draw(self.streams, jax.random.key(0), settings.sample_streams, PROMPT_LENGTH)
-        sample = _compiled("sampler", sample, stored, jax.random.key(0), prompts, temperature)
+        sample, budget = self.programs.sampler.result(), self.budget("samples")
+        temperature = np.resize(SAMPLE_TEMPERATURES, settings.sample_streams).astype(np.float32)
+        key = jax.random.key(settings.seed + 2)
+
+        def written(streams: Streams, key: jax.Array) -> np.ndarray:
+            keys = jax.random.split(key)
+            tokens = sample(stored, keys[1], self.prompts(streams, keys[0]), jnp.asarray(temperature))
+            return np.asarray(tokens).astype(np.uint16)
+
+        warm = np.flatnonzero(temperature == 1.0)
+        chosen = warm[np.linspace(0, len(warm) - 1, settings.evaluation_sequences).astype(int)]
+        np.save(
+            self.folder.path / "heldout_samples.npy",
+            written(self.heldout, jax.random.fold_in(key, settings.rounds_samples))[chosen],
+        )
         budget.start()
-        rounds = []
-        while budget.progress(len(rounds)) < 1:
-            keys = jax.random.split(jax.random.fold_in(jax.random.key(settings.seed + 2), len(rounds)))
-            prompts = draw(self.streams, keys[0], settings.sample_streams, PROMPT_LENGTH)
-            rounds.append(np.asarray(sample(stored, keys[1], prompts, temperature)).astype(np.uint16))
+        rounds: list[np.ndarray] = []
+        while len(rounds) < settings.rounds_samples and (not rounds or budget.progress(0) < 1):
+            rounds.append(written(self.unlearnt, jax.random.fold_in(key, len(rounds))))
             print(f"[samples] round {len(rounds)} seconds {budget.elapsed:.0f}", flush=True)
         with open(path.with_suffix(".partial"), "wb") as file:
             np.save(file, np.concatenate(rounds))
         path.with_suffix(".partial").rename(path)
         self.say("samples", {"step": len(rounds), "tokens": int(sum(part.size for part in rounds))})
 
-    def train_drafter(self) -> None:
-        """Stage 3: leaves the finished checkpoint in `model/`."""
-        settings, optimiser = self.settings, adamw(drafting.WEIGHT_DECAY)
-        if (self.folder.path / "model" / "config.json").exists():
-            return
-        budget = Budget(settings.minutes_draft * 60, settings.steps_draft)
-        weights = load_weights(self.target_folder, self.skeleton)
-        target = self.skeleton.stored(of_room(weights, "backbone"))
-        own = jnp.asarray(np.load(self.folder.path / "samples.npy").astype(np.int32))
-        train_own, heldout_own = own[settings.evaluation_sequences :], own[: settings.evaluation_sequences]
-        state = TrainingState.create(of_room(weights, "drafter"), optimiser)
-        state, budget.spent = self.folder.load_state("draft", state)
-
-        def mixed(data, key):
-            """The target's own text beside corpus text."""
-            keys, count = jax.random.split(key), round(OWN_SHARE * settings.draft_sequences)
-            written = draw(data[0], keys[0], settings.draft_sequences - count, settings.sample_length)
-            chosen = jax.random.randint(keys[1], (count,), 0, data[1].shape[0])
-            return jnp.concatenate([written, data[1][chosen]])
-
-        data = self.streams, train_own
-        step = drafting.make_step(self.skeleton, settings.anchors, mixed, optimiser, settings.seed + 3)
-        crops = {name: self.heldout_batch(kind, settings.sample_length) for kind, name in enumerate(CLASSES)}
-        crops["own"] = heldout_own
-        rows = self.config.draft.block_size
-        places = drafting.draw_anchors(
-            jax.random.key(settings.seed),
-            settings.evaluation_sequences,
-            settings.anchors,
-            settings.sample_length,
-            rows,
+    def prompts(self, streams: Streams, key: jax.Array) -> jax.Array:
+        """Beginnings of samples, as many of each class: acceptance is measured on equal parts too."""
+        each = self.settings.sample_streams // len(CLASSES)
+        return jnp.concatenate(
+            [
+                draw(streams, jax.random.fold_in(key, kind), each, PROMPT_LENGTH, kind)
+                for kind in range(len(CLASSES))
+            ]
         )
-        stored = target | jax.eval_shape(self.skeleton.stored, state.weights)
-        shapes = jax.tree.map(_shape, (stored, heldout_own, places))
-        with ThreadPoolExecutor(max_workers=1) as compiler:
-            run_step = _compiled("draft step", step, state, target, data, jnp.float32(0), jnp.float32(0))
-            measure = compiler.submit(_compiled, "draft estimates", make_measure(self.skeleton), *shapes)
-            budget.start()
-            state = self._run_drafter(state, target, data, budget, run_step, measure, crops, places)
-        self.export(weights | state.weights)
-        self.folder.drop_state("draft")
 
-    def _run_drafter(self, state, target, data, budget, run_step, measure: Future, crops: dict, places):
-        settings, step = self.settings, int(state.step)
+    def train_drafter(self) -> None:
+        """Stage 4: leaves the finished checkpoint in `model/`."""
+        if _finished(self.folder.path / "model"):
+            return
+        self.programs.of_drafter()
+        settings, weights = self.settings, load_weights(self.target_folder, self.skeleton)
+        target = self.skeleton.stored(of_room(weights, "backbone"))
+        own = np.load(self.folder.path / "samples.npy").astype(np.int32)
+        missing = settings.rounds_samples * settings.sample_streams - len(own)
+        data = self.streams, jnp.asarray(np.pad(own, ((0, missing), (0, 0)))), jnp.int32(len(own))
+        state = TrainingState.create(of_room(weights, "drafter"), DRAFT_OPTIMISER)
+        crops = {name: self.heldout_batch(kind, settings.sample_length) for kind, name in enumerate(CLASSES)}
+        crops["own"] = jnp.asarray(np.load(self.folder.path / "heldout_samples.npy").astype(np.int32))
+        step = self.programs.draft_step.result()
         rows = settings.draft_sequences * settings.anchors * self.config.draft.block_size
-        saved = logged = time.monotonic()
+
+        def advance(state, phase: int, share: float):
+            return *step(state, target, data, *self.rates(settings.rate_draft, share)), rows
+
+        def evaluate(state) -> dict:
+            return self.estimates(target | self.skeleton.stored(state.weights), crops)
+
+        phases = (Phase(0.0, settings.sample_length, False),)
+        needed = [self.programs.measure]
+        state = self.train("draft", state, phases, [self.programs.draft_step], advance, evaluate, needed)
+        self.save("draft", weights | state.weights)
+
+    def rates(self, peak: float, share: float) -> tuple[jax.Array, jax.Array]:
+        """Rates of weights and selection biases."""
+        return jnp.float32(peak * share), jnp.float32(self.settings.balance_rate * share)
+
+    def heldout_losses(self, weights: Weights) -> dict[str, float]:
+        """Nats a token on held-out crops of each class."""
+        loss, length = self.programs.target_loss.result(), self.settings.lengths[1] + 1
+        return {
+            f"heldout_{name}": float(loss(weights, self.heldout_batch(kind, length)))
+            for kind, name in enumerate(CLASSES)
+        }
+
+    def estimates(self, stored: Weights, crops: dict[str, jax.Array]) -> dict[str, dict]:
+        """Teacher-forced figures of the drafter on each set of crops."""
+        measure, places = self.programs.measure.result(), self.places()
+        return {
+            name: dataclasses.asdict(summarised(measure(stored, tokens, places)))
+            for name, tokens in crops.items()
+        }
+
+    def train(
+        self,
+        stage: str,
+        state,
+        phases: tuple[Phase, ...],
+        steps: list[Future],
+        advance: Callable,
+        evaluate: Callable,
+        needed: list[Future],
+        *final: float,
+    ):
+        """Makes steps until the stage's budget is used, from where it stopped; logs, evaluates and saves on the way.
+
+        Args: advance, (state, phase, share of the peak rate) -> (state, metrics, tokens seen); evaluate, state ->
+        figures, once the `needed` programs are there; final, the share of the peak rate that the stage ends with.
+        """
+        settings, budget = self.settings, self.budget(stage)
+        state, budget.spent = self.folder.load_state(stage, state)
+        if settings.deadline:
+            budget.seconds += budget.spent  # what is left until the deadline comes on top
+        budget.start()
+        step = int(state.step)
+        current = 0 if step == 0 else phase_at(phases, budget.progress(step))
+        saved = logged = evaluated = time.monotonic()
         seen, previous = 0, None
         while (progress := budget.progress(step)) < 1:
-            share = rate_share(progress, WARM_UP)
-            rates = jnp.float32(settings.rate_draft * share), jnp.float32(settings.balance_rate * share)
-            state, metrics = run_step(state, target, data, *rates)
-            step, seen = step + 1, seen + rows
-            if previous is not None:
+            wanted = phase_at(phases, progress)
+            if wanted > current and (steps[wanted].done() or getattr(settings, f"steps_{stage}")):
+                current = wanted
+            state, metrics, items = advance(state, current, rate_share(progress, WARM_UP, *final))
+            step, seen = step + 1, seen + items
+            if previous is not None:  # one step behind, so that the device never waits for the host
                 previous["loss"].block_until_ready()
-            previous = metrics
-            last = budget.progress(step) >= 1
-            if step % settings.log_every == 0 or last:
+            previous, now, last = metrics, time.monotonic(), budget.progress(step) >= 1
+            if now - logged >= settings.log_seconds or last:
                 entry = _measured(step, budget, metrics, seen / (time.monotonic() - logged))
-                if last or (step % settings.evaluate_every == 0 and measure.done()):
-                    stored = target | self.skeleton.stored(state.weights)
-                    for name, tokens in crops.items():
-                        figures = summarised(measure.result()(stored, tokens, places))
-                        entry[name] = dataclasses.asdict(figures)
-                self.say("draft", entry)
+                due = now - evaluated >= settings.evaluate_seconds and all(made.done() for made in needed)
+                if due or last:
+                    entry |= evaluate(state)
+                    evaluated = now
+                self.say(stage, entry | {"length": phases[current].length})
                 logged, seen = time.monotonic(), 0
-            if time.monotonic() - saved > settings.save_seconds:
-                self.folder.save_state("draft", state, budget.elapsed)
+            if now - saved > settings.save_seconds:
+                self.folder.save_state(stage, state, budget.elapsed)
                 saved = time.monotonic()
-        self.folder.save_state("draft", state, budget.elapsed)
+        self.folder.save_state(stage, state, budget.elapsed)
         return state
 
-    def export(self, weights) -> None:
-        """Stage 4: the published checkpoint, with tokenizer files and model card."""
+    def save(self, stage: str, weights: Weights) -> None:
+        """The published checkpoint of a finished stage, with tokenizer files; the last one has a model card."""
         files = tokenizer_files(self.tokenizer)
-        files["losses.json"] = json.dumps(self.folder.records, indent=1).encode()
-        files["README.md"] = model_card(self.config, self.sources, self.folder.records).encode()
-        folder = self.folder.path / "model"
+        if stage == "draft":
+            files["losses.json"] = json.dumps(self.folder.records, indent=1).encode()
+            files["README.md"] = model_card(self.config, self.sources, self.folder.records).encode()
+        folder = self.folder.path / ("model" if stage == "draft" else stage)
         size = save_checkpoint(folder, self.skeleton, weights, self.config_json, files)
-        print(f"[export] wrote {folder} ({size / 1e6:.1f} MB)", flush=True)
+        print(f"[{stage}] wrote {folder} ({size / 1e6:.1f} MB)", flush=True)
+        self.folder.drop_state(stage)
+
+
+def _finished(folder: Path) -> bool:
+    return (folder / "config.json").exists()
 
 
 def _brief(value) -> str:
-    """One value of a log line; of an estimate, tokens per step and acceptance per position."""
+    """One value of a log line; of an estimate, tokens per step, ranking and acceptance per position."""
     if isinstance(value, dict):
-        return f"{value['tau']:.2f} {value['accepted']}"
+        return f"{value['tau']:.2f} auc {value['auc']:.3f}/{value['auc_of_chance']:.3f} {value['accepted']}"
     return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _compiled(label: str, function, *arguments):
-    """A jitted function compiled for the shapes of its arguments; prints how long it took and its memory."""
-    began = time.monotonic()
-    made = function.lower(*jax.tree.map(_shape, arguments)).compile()
-    analysis = made.memory_analysis()
-    size = (
-        f"{(analysis.temp_size_in_bytes + analysis.argument_size_in_bytes) / 2**30:.1f} GiB"
-        if analysis
-        else ""
-    )
-    print(f"[compile] {label}: {time.monotonic() - began:.0f} s {size}", flush=True)
-    return made
-
-
-def _shape(leaf) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
 
 
 def _measured(step: int, budget: Budget, metrics: dict, rate: float) -> dict:
@@ -384,6 +382,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     print(f"[run] {jax.devices()[0].device_kind} {settings}", flush=True)
     run.train_target()
+    run.train_joint()
     run.draw_samples()
     run.train_drafter()
     return 0
