@@ -24,8 +24,8 @@ from v4flash.training.stored_weights import Skeleton, Weights
 from v4flash.training.target import NORMALISER_PENALTY, expert_loads, next_token_loss, run_target
 
 # Of the drafter's losses beside the next-token loss. Adam takes any weight for the drafter's own parameters. For the
-# target it is a price: the law distance then pulls a logit with about a third of the strength of the text.
-JOINT_WEIGHT = 0.4
+# target it is a price: the law distance then pulls its law with about half the strength of the text, at most.
+JOINT_WEIGHT = 0.5
 
 
 @jax.tree_util.register_dataclass
