@@ -15,8 +15,6 @@ from pallas_kernels.device_barrier import arrive
 from pallas_kernels.device_numbers import rounded
 from pallas_kernels.register_mma import bf16, lanes
 
-ROWS = tl.constexpr(8)  # as many as a tensor core multiplies at once
-
 
 @triton.jit
 def near(pointer, C: tl.constexpr):
@@ -178,9 +176,7 @@ def column_program(
     new = ()
     if EMBED:
         token = tl.load(tokens + row).to(tl.int64)
-        values = near(table + token * D + column, C)
-        for _ in tl.static_range(S):
-            new = new + (values,)
+        embedded = near(table + token * D + column, C)
     else:
         for s in tl.static_range(S):
             new = new + (near(own_streams + s * D, C),)
@@ -198,13 +194,11 @@ def column_program(
             weights = weights + (near(fn + place + s * D, C),)
     lanes.fence(row)
     if EMBED:
-        rows = ()
-        for s in tl.static_range(S):
-            values = ()
-            for c in tl.static_range(C):
-                values = values + (rounded(new[s][c], DTYPE),)
-            rows = rows + (values,)
-        new = rows
+        values = ()
+        for c in tl.static_range(C):
+            values = values + (rounded(embedded[c], DTYPE),)
+        for _ in tl.static_range(S):
+            new = new + (values,)
     if PARTS > 0:
         new = _spread(mix, new, output_sum(read, row, alive, PARTS, EXPERTS, DTYPE, C), S, C, DTYPE)
     if EMBED or PARTS > 0:

@@ -76,6 +76,18 @@ def collapsed(pre, read, S: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def stream_turns(streams, inside, D: tl.constexpr, S: tl.constexpr, TURNS: tl.constexpr, STEP: tl.constexpr):
+    """TURNS turns of STEP columns of a row's S streams, from the pointer on: for each the S streams at `inside`."""
+    turns = ()
+    for turn in tl.static_range(TURNS):
+        read = ()
+        for s in tl.static_range(S):
+            read = read + (tl.load(streams + s * D + turn * STEP + inside, cache_modifier=".cg"),)
+        turns = turns + (read,)
+    return turns
+
+
+@triton.jit
 def row_program(
     row, share, streams, hidden, base, scale, norm, x, rounded_x, sums, counters,
     R: tl.constexpr, D: tl.constexpr, S: tl.constexpr, G: tl.constexpr, W: tl.constexpr, SHARES: tl.constexpr,
@@ -108,39 +120,26 @@ def row_program(
         each = hidden_inverses(sums, G, R, D, W, NORM_EPS)
         inverse = tl.sum(tl.where(tl.arange(0, R) == row, each, 0.0), axis=0)
     else:
-        own = ()
-        for turn in tl.static_range(TURNS):
-            read = ()
-            for s in tl.static_range(S):
-                at = streams + (row * S + s) * D + begin + turn * (NB * B) + inside
-                read = read + (tl.load(at, cache_modifier=".cg"),)
-            own = own + (read,)
-        others = ()
+        of_row = streams + row * (S * D)
+        own = stream_turns(of_row + begin, inside, D, S, TURNS, NB * B)
+        whole = own
         if SHARES > 1:
-            for turn in tl.static_range(SHARES * TURNS):
-                read = ()
-                for s in tl.static_range(S):
-                    at = streams + (row * S + s) * D + turn * (NB * B) + inside
-                    read = read + (tl.load(at, cache_modifier=".cg"),)
-                others = others + (read,)
+            whole = stream_turns(of_row, inside, D, S, SHARES * TURNS, NB * B)
         total = summed(sums, row, G, R, W)
         mixes = total * inverse_rms(entry(total, W - 1, W), S * D, NORM_EPS)
         gates = tl.sigmoid(mixes * first + bases) + MIX_EPS
         pre = ()
         for s in tl.static_range(S):
             pre = pre + (entry(gates, s, W),)
-        squares = tl.zeros((NB, B), tl.float32)
         for turn in tl.static_range(TURNS):
             value = collapsed(pre, own[turn], S, DTYPE)
-            if SHARES == 1:
-                squares += value * value
             if HIDDEN:
                 tl.store(hidden + row * D + begin + turn * (NB * B) + inside, value.to(DTYPE))
             kept = kept + (value,)
-        if SHARES > 1:
-            for turn in tl.static_range(SHARES * TURNS):
-                value = collapsed(pre, others[turn], S, DTYPE)
-                squares += value * value
+        squares = tl.zeros((NB, B), tl.float32)
+        for turn in tl.static_range(SHARES * TURNS):
+            value = collapsed(pre, whole[turn], S, DTYPE)
+            squares += value * value
         inverse = inverse_rms(tl.sum(tl.sum(squares, axis=1), axis=0), D, NORM_EPS)
     normed = ()
     for turn in tl.static_range(TURNS):

@@ -68,7 +68,7 @@ def test_added_text_joins_the_training_streams_only(tmp_path, monkeypatch):
     (base / "manifest.json").write_text(json.dumps({"classes": classes, "sources": []}))
     wheel(cache / "more-1.0-py3-none-any.whl", {"more/code.py": "value = 1\n" * 40})
     monkeypatch.setattr(extend_corpus, "READERS", {"more": extend_corpus.corpus.python_documents})
-    monkeypatch.setattr(extend_corpus, "ADDED_PACKAGES", {"more": Package("more", "pypi", "1.0", "MIT")})
+    monkeypatch.setitem(extend_corpus.PACKAGES, "more", Package("more", "pypi", "1.0", "MIT"))
     monkeypatch.setattr(extend_corpus, "CHAT_SHARE", 0)  # the small tokenizer has no marks of chats
     manifest = extend_corpus.extend(base, out, cache)
 

