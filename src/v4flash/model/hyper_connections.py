@@ -11,6 +11,7 @@ import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.hyper_connections.balancing import balanced
 from v4flash.config import ModelConfig
 from v4flash.model.numerics import Numerics, inverse_rms
 
@@ -26,14 +27,7 @@ def split_coefficients(
     pre = jax.nn.sigmoid(mixes[:, :streams] * scale[0] + base[:streams]) + eps
     post = 2 * jax.nn.sigmoid(mixes[:, streams : 2 * streams] * scale[1] + base[streams : 2 * streams])
     comb = (mixes[:, 2 * streams :] * scale[2] + base[2 * streams :]).reshape(-1, streams, streams)
-    comb = jax.nn.softmax(comb, axis=2) + eps
-    comb = comb / (jnp.sum(comb, axis=1, keepdims=True) + eps)
-
-    def normalise(_, c):
-        c = c / (jnp.sum(c, axis=2, keepdims=True) + eps)
-        return c / (jnp.sum(c, axis=1, keepdims=True) + eps)
-
-    return pre, post, jax.lax.fori_loop(0, iterations - 1, normalise, comb)
+    return pre, post, balanced(jax.nn.softmax(comb, axis=2) + eps, iterations, eps)
 
 
 def collapse(pre: jax.Array, streams: jax.Array) -> jax.Array:
