@@ -12,7 +12,9 @@ from pallas_kernels.experts import kernels, walking_kernels
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.reference import PEAK_CHANNELS, Hidden, Routes
 
-WALKING = {"programs": 0, "warps": 8, "shared": 3}  # where nothing was measured, down is one program a tile
+# Where nothing was measured, down is one program a tile. `fetchers`, of experts in two memories: programs that fetch
+# missed experts, as long as there are any; 8 to 16 saturate the link while they do nothing else.
+WALKING = {"programs": 0, "warps": 8, "shared": 3, "fetchers": 32}
 
 
 def gate_up(
@@ -108,16 +110,16 @@ def gate_up_tile(columns: int, width: int) -> tuning.Choice:
 
 
 def down_tile(columns: int, width: int) -> tuning.Choice:
-    """As `gate_up_tile`; where `walking_kernels.down` has its place, with as many warps.
-
-    Sums are added in the same order then: an expert's bits do not tell in which memory it lies.
-    """
-    tile = tuning.choice("experts", tuning.by_shape(columns, width, what="down"), {"warps": 4, "fenced": 0})
-    return {**tile, "warps": walking_tile(columns, width).get("warps", tile["warps"])}
+    """As `gate_up_tile`, for down as one program a tile."""
+    return tuning.choice("experts", tuning.by_shape(columns, width, what="down"), {"warps": 4, "fenced": 0})
 
 
 def walking_tile(columns: int, width: int) -> tuning.Choice:
-    """What `walking_kernels.down` needs to know: programs, warps, the shared expert's cost; {} to do without it."""
+    """What down's walking bodies need to know: programs, warps, the shared expert's cost; {} to do without them.
+
+    Both have as many warps, so that sums are added in the same order: an expert's bits do not tell in which memory it
+    lies.
+    """
     tile = tuning.choice("experts", tuning.by_shape(columns, width, what="walking down"), WALKING)
     return tile if tile["programs"] and width % (tiles.CHUNK * tile["warps"]) == 0 else {}
 

@@ -130,8 +130,26 @@ def store_partial(
     channel, row, owner = where
     routes = tl.maximum(entry, 0) * 8
     gain = tl.where(entry < 0, 1.0, fp4.GAIN) / lanes.HIDDEN_GAIN
-    first, second = lanes.sum_over_warps(sums, WARPS)
+    pair = lanes.sum_over_warps(sums, WARPS)
     slot = tl.where(entry < 0, CHOSEN, tl.load(slot_ptr + routes + row))
+    _store_pair(pair, gain, where, slot, tile, partial_ptr, TILES, CHOSEN)
+
+
+@triton.jit
+def store_partial_at(
+    sums, slot, tile, partial_ptr, TILES: tl.constexpr, CHOSEN: tl.constexpr, WARPS: tl.constexpr
+):  # fmt: skip
+    """`store_partial` of a listed entry whose slots in the rows of `lanes.places` are known."""
+    pair, gain = lanes.sum_over_warps(sums, WARPS), fp4.GAIN / lanes.HIDDEN_GAIN
+    _store_pair(pair, gain, lanes.places(WARPS), slot, tile, partial_ptr, TILES, CHOSEN)
+
+
+@triton.jit
+def _store_pair(
+    pair, gain, where, slot, tile, partial_ptr, TILES: tl.constexpr, CHOSEN: tl.constexpr
+):  # fmt: skip
+    channel, row, owner = where
+    first, second = pair
     place = partial_ptr + (row * (CHOSEN + 1) + slot) * (32 * TILES) + tile * 32 + channel
     used = owner & (slot >= 0)
     DTYPE: tl.constexpr = partial_ptr.dtype.element_ty

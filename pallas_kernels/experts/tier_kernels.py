@@ -1,7 +1,8 @@
 """Triton bodies of the launches for experts in two memories.
 
 Knows: which program works on which tile of which expert, from where it streams it, and where it writes it to
-meanwhile; and the one program that decides so. Does not know: the arithmetic around the products (`kernels`).
+meanwhile; and the one program that decides so. Does not know: the arithmetic around the products (`kernels`), or
+down's other form (`walking_tier_kernels`), few programs that walk over many tiles.
 
 A missed expert crosses the link once: each program first copies its own tile of it to the spare slot, with nothing but
 loads in flight, and then reads it there, every thread what it wrote itself. No program reads a slot that another one
@@ -86,6 +87,11 @@ def place_experts(
     tl.store(places_ptr + misses * COLUMNS + 1, SHARED)
     tl.store(places_ptr + misses * COLUMNS + 2, 0)
     tl.store(places_ptr + misses * COLUMNS + 3, -1)
+    numbers = places_ptr + (1 + ENTRIES) * COLUMNS
+    tl.store(numbers, misses)
+    tl.store(numbers + 1, every)
+    tl.store(numbers + 2, 0)
+    tl.store(numbers + 3, 0)
     counts = counts_ptr + layer * COUNTED
     tl.store(counts, tl.load(counts) + tl.sum(cold.to(tl.int32), axis=0))
     tl.store(counts + 1, tl.load(counts + 1) + misses)
@@ -110,7 +116,7 @@ def _tile(
 
 
 @triton.jit
-def _routed_sums(
+def routed_sums(
     words_ptr, scales_ptr, cold_ptr, records_ptr, place, source, tile, rows_ptr, peaks_ptr, row_blocks,
     BLOCKS: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr, SPARSE: tl.constexpr, FENCED: tl.constexpr,
     KEPT_FENCED: tl.constexpr, WARPS: tl.constexpr, RECORD: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
@@ -199,7 +205,7 @@ def gate_up_tiered(
             shared_words_ptr, shared_scales_ptr, tile, rows_ptr, rows_ptr, BLOCKS, SCALED, 0, WARPS
         )
     else:
-        sums = _routed_sums(
+        sums = routed_sums(
             words_ptr, scales_ptr, cold_ptr, records_ptr, place, source, tile, rows_ptr, rows_ptr, 4,
             BLOCKS, TILES, 0, False, FENCED, True, WARPS, RECORD, WORDS, SCALES,
         )  # fmt: skip
@@ -261,7 +267,7 @@ def down_tiered(
         )
     else:
         used = tl.where(tl.load(slot_ptr + entry * 8 + g) >= 0, 4, 0)
-        sums = _routed_sums(
+        sums = routed_sums(
             words_ptr, scales_ptr, cold_ptr, records_ptr, place, source, tile, rows_ptr, peaks_ptr, used,
             BLOCKS, TILES, ROUND, True, FENCED, False, WARPS, RECORD, WORDS, SCALES,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """The expert products of experts in two memories as three Triton launches; `tiers` defines them.
 
-Knows: shapes, grids and constants. Does not know: the bodies (`tier_kernels`).
+Knows: shapes, grids and constants. Does not know: the bodies (`tier_kernels`, `walking_tier_kernels`).
 """
 
 import jax
@@ -9,7 +9,7 @@ import triton
 
 from pallas_kernels import launch, tiles
 from pallas_kernels.device_numbers import triton_type
-from pallas_kernels.experts import fused, tiers
+from pallas_kernels.experts import fused, tiers, walking_tier_kernels
 from pallas_kernels.experts import tier_kernels as kernels
 from pallas_kernels.experts.packing import PackedExperts
 from pallas_kernels.experts.reference import PEAK_CHANNELS, Hidden, Routes
@@ -31,7 +31,7 @@ def place(layer: jax.Array, table: jax.Array, routes: Routes, kept: Kept) -> tup
         *state,
         grid=(1,),
         outputs=[
-            jax.ShapeDtypeStruct((1 + entries, tiers.PLACE_COLUMNS), jnp.int32),
+            jax.ShapeDtypeStruct(tiers.places_shape(entries), jnp.int32),
             *(jax.ShapeDtypeStruct(part.shape, jnp.int32) for part in state),
         ],
         aliases={4: 1, 5: 2, 6: 3},
@@ -121,30 +121,45 @@ def down(
     width, columns = hidden.rows.shape[2], tiles.TILE * hot.words.shape[1]
     entries = fused.require_down(hidden, hot, shared, routes, round_block)
     _require_records(experts, places, records, entries)
-    tile = fused.down_tile(columns, width)
+    tile, walk = fused.down_tile(columns, width), fused.walking_tile(columns, width)
     offsets = tiers.record_offsets(experts.hot)
     operands = [*hidden, *hot, *shared.down, experts.cold, places, routes.slot, records]
-    partial, records = launch.call(
-        kernels.down_tiered,
-        *operands,
-        grid=(columns // tiles.TILE, 1 + entries),
+    own_tiles, warps = columns // tiles.TILE, (walk or tile)["warps"]
+    same = dict(
         outputs=[
             jax.ShapeDtypeStruct((tiles.ROWS, chosen + 1, columns), dtype),
             jax.ShapeDtypeStruct(records.shape, jnp.int32),
         ],
         aliases={len(operands) - 1: 1},
-        num_warps=tile["warps"],
+        num_warps=warps,
         BLOCKS=width // tiles.BLOCK,
-        TILES=columns // tiles.TILE,
+        TILES=own_tiles,
         CHOSEN=chosen,
         SCALED=scale_block,
         ROUND=round_block,
         FENCED=bool(tile["fenced"]),
-        WARPS=tile["warps"],
+        WARPS=warps,
         RECORD=records.shape[1],
         WORDS=offsets["down.words"],
         SCALES=offsets["down.scales"],
     )
+    if walk:
+        if not 0 < walk["fetchers"] < walk["programs"]:
+            raise ValueError(
+                f"{walk['fetchers']} of {walk['programs']} programs fetch, expected some but not all"
+            )
+        partial, records = launch.call(
+            walking_tier_kernels.down_tiered,
+            *operands,
+            grid=(walk["programs"],),
+            ENTRIES=entries,
+            SHARED_COST=walk["shared"],
+            FETCHERS=walk["fetchers"],
+            PROGRAMS=walk["programs"],
+            **same,
+        )
+    else:
+        partial, records = launch.call(kernels.down_tiered, *operands, grid=(own_tiles, 1 + entries), **same)
     return partial, records
 
 
@@ -155,5 +170,5 @@ def _require_records(experts: TieredExperts, places: jax.Array, records: jax.Arr
             raise ValueError(
                 f"{name} are {array.dtype} {array.shape}, expected int32 (slots, {words}) for these hot experts"
             )
-    if places.shape != (1 + entries, tiers.PLACE_COLUMNS):
-        raise ValueError(f"places are {places.shape}, expected {(1 + entries, tiers.PLACE_COLUMNS)}")
+    if places.shape != tiers.places_shape(entries):
+        raise ValueError(f"places are {places.shape}, expected {tiers.places_shape(entries)}")

@@ -32,9 +32,10 @@ OLDEST = 1 << 30  # ages end there
 COUNTED = ("cold", "missed", "kept")
 
 
-# Places of a step: int32 [1 + NE, 4], what the programs of both launches work on, in the order in which they start.
+# Places of a step: int32 [2 + NE, 4], what the programs of both launches work on, in the order in which they start.
 # Missed entries come first, for they take longest, then the shared expert, then the others, then empty places.
 # Columns: entry + 1 (0 is the shared expert's), source, slot in it, and the slot of `records` to write to or -1.
+# The last row is no place: it says how many entries are missed and how many are listed, then zeros.
 PLACE_COLUMNS = 4
 
 
@@ -144,8 +145,13 @@ def empty(layers: int, slots: int, words: int) -> Kept:
     return Kept(records, *(jnp.zeros(shape, jnp.int32) for shape in shapes))
 
 
+def places_shape(entries: int) -> tuple[int, int]:
+    """Of the places of a list with so many entries."""
+    return 2 + entries, PLACE_COLUMNS
+
+
 def place(layer: jax.Array, table: jax.Array, routes: Routes, kept: Kept) -> tuple[jax.Array, Kept]:
-    """Places int32 [1 + NE, 4] of a layer's list, and what is kept afterwards; `records` are not touched yet.
+    """Places int32 [2 + NE, 4] of a layer's list, and what is kept afterwards; `records` are not touched yet.
 
     Args: layer, int32 []; table, int32 [L, E, 2].
     """
@@ -181,7 +187,8 @@ def place(layer: jax.Array, table: jax.Array, routes: Routes, kept: Kept) -> tup
     order = jnp.where(missed, 0, jnp.where(listed, 2, 3))
     order = jnp.argsort(jnp.append(order, 1), stable=True)
     counts = jnp.stack([jnp.sum(part, dtype=jnp.int32) for part in (cold, missed, filled)])
-    places = jnp.concatenate([rows, shared])[order].astype(jnp.int32)
+    numbers = jnp.stack([jnp.sum(missed), jnp.sum(listed), 0, 0])
+    places = jnp.concatenate([jnp.concatenate([rows, shared])[order], numbers[None]]).astype(jnp.int32)
     return places, kept._replace(
         owners=kept.owners.at[layer].set(owners),
         ages=kept.ages.at[layer].set(ages),
@@ -196,9 +203,9 @@ def on_device(cold: jax.Array) -> jax.Array:
 
 def listed_experts(experts: TieredExperts, records: jax.Array, places: jax.Array) -> PackedExperts:
     """The packed experts of the list's entries [NE, ...], each from where it is read; any for empty entries."""
-    entry, source, slot, _ = places.T
+    entry, source, slot, _ = places[:-1].T
     entry = jnp.where(entry > 0, entry - 1, len(places))
-    source = jnp.full((len(places) - 1,), NOTHING).at[entry].set(source, mode="drop")
+    source = jnp.full((len(places) - 2,), NOTHING).at[entry].set(source, mode="drop")
     slot = jnp.zeros_like(source).at[entry].set(slot, mode="drop")
 
     def chosen(hot: jax.Array, cold: jax.Array, kept: jax.Array) -> jax.Array:
@@ -218,7 +225,7 @@ def written(
     records: jax.Array, experts: TieredExperts, places: jax.Array, parts: tuple[str, ...]
 ) -> jax.Array:
     """`records` with the missed experts that are kept; `parts` of them, of gate_up and down."""
-    _, source, slot, keep = places.T
+    _, source, slot, keep = places[:-1].T
     read = on_device(experts.cold)[jnp.where(source == COLD, slot, 0)]
     offsets, words = record_offsets(experts.hot), records.shape[1]
     column = jnp.arange(words)

@@ -1,7 +1,8 @@
 """Down by few programs, each of which walks over many tiles.
 
 Knows: which tiles are whose, and what comes into registers when. Does not know: the arithmetic around the products, or
-the other form of the same launch, one program a tile (`kernels`), whose bits it gives.
+the other form of the same launch, one program a tile (`kernels`), whose bits it gives; or experts in two memories
+(`walking_tier_kernels`), over whose tiles programs walk in the same steps.
 
 Down reads as many bytes of rows as of weights if every tile has them for itself, and rounds them each time. Here a
 program keeps an expert's rows, loaded and rounded once, while its tiles pass by.
@@ -31,6 +32,38 @@ def _turn_weights(
     return fp4.turn_weights(
         words_ptr + index * (CHUNKS * 512), scales_ptr + index * (CHUNKS * 32), turn, WARPS
     )
+
+
+@triton.jit
+def entry_rows(
+    hidden_ptr, peaks_ptr, entry, BLOCKS: tl.constexpr, WARPS: tl.constexpr, ROUND: tl.constexpr
+):  # fmt: skip
+    """The rows of an entry for all turns of its tiles, rounded."""
+    rows_ptr = hidden_ptr + (entry + 1) * (8 * 32 * BLOCKS)
+    peaks_ptr += (entry + 1) * (8 * 4 * BLOCKS)
+    rows = ()
+    for turn in tl.static_range(BLOCKS // (4 * WARPS)):
+        rows = rows + (fp4.turn_rows(rows_ptr, peaks_ptr, turn, BLOCKS, WARPS, ROUND),)
+    return rows
+
+
+@triton.jit
+def shared_tiles(
+    begin, end, hidden_ptr, peaks_ptr, shared_words_ptr, shared_scales_ptr, slot_ptr, partial_ptr,
+    BLOCKS: tl.constexpr, TILES: tl.constexpr, CHOSEN: tl.constexpr, SCALED: tl.constexpr, ROUND: tl.constexpr,
+    SHARED_COST: tl.constexpr, WARPS: tl.constexpr,
+):  # fmt: skip
+    """The shared expert's tiles in a part of the work, from `begin` to `end`: those whose first unit lies in it."""
+    SHARED: tl.constexpr = SHARED_COST * TILES
+    where = lanes.places(WARPS)
+    first = (tl.minimum(begin, SHARED) + SHARED_COST - 1) // SHARED_COST
+    last = (tl.minimum(end, SHARED) + SHARED_COST - 1) // SHARED_COST
+    for tile in range(loop_bound(first), loop_bound(last)):
+        sums = shared_sums(
+            shared_words_ptr, shared_scales_ptr, tile, hidden_ptr, peaks_ptr, BLOCKS, SCALED, ROUND, WARPS
+        )
+        store_partial(sums, where, -1, tile, slot_ptr, partial_ptr, TILES, CHOSEN, WARPS)
+        tl.debug_barrier()  # the shared memory of sums is used again
 
 
 @triton.jit
@@ -76,14 +109,7 @@ def down(
     for entry in range(loop_bound(begin // TILES), loop_bound((end + TILES - 1) // TILES)):
         own = tl.load(ids_ptr + entry) * TILES
         behind = tl.load(ids_ptr + tl.minimum(entry + 1, ENTRIES - 1)) * TILES
-        rows = ()
-        for turn in tl.static_range(TURNS):
-            rows = rows + (
-                fp4.turn_rows(
-                    hidden_ptr + (entry + 1) * (8 * 32 * BLOCKS), peaks_ptr + (entry + 1) * (8 * 4 * BLOCKS), turn,
-                    BLOCKS, WARPS, ROUND,
-                ),
-            )  # fmt: skip
+        rows = entry_rows(hidden_ptr, peaks_ptr, entry, BLOCKS, WARPS, ROUND)
         left = end - entry * TILES
         first = tl.maximum(begin - entry * TILES, 0)
         for tile in range(loop_bound(first), loop_bound(tl.minimum(left, TILES))):
@@ -102,11 +128,7 @@ def down(
 
     # Worked out again: the loops above need the registers.
     count, begin, end = _part(count_ptr, TILES, SHARED, PROGRAMS)
-    first = (tl.minimum(begin, SHARED) + SHARED_COST - 1) // SHARED_COST
-    last = (tl.minimum(end, SHARED) + SHARED_COST - 1) // SHARED_COST
-    for tile in range(loop_bound(first), loop_bound(last)):
-        sums = shared_sums(
-            shared_words_ptr, shared_scales_ptr, tile, hidden_ptr, peaks_ptr, BLOCKS, SCALED, ROUND, WARPS
-        )
-        store_partial(sums, where, -1, tile, slot_ptr, partial_ptr, TILES, CHOSEN, WARPS)
-        tl.debug_barrier()  # the shared memory of sums is used again
+    shared_tiles(
+        begin, end, hidden_ptr, peaks_ptr, shared_words_ptr, shared_scales_ptr, slot_ptr, partial_ptr,
+        BLOCKS, TILES, CHOSEN, SCALED, ROUND, SHARED_COST, WARPS,
+    )  # fmt: skip

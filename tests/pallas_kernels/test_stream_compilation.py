@@ -7,7 +7,7 @@ import pytest
 
 from pallas_kernels.dense import fused as dense
 from pallas_kernels.dense import specs as dense_specs
-from pallas_kernels.experts import early, early_fused, tiers
+from pallas_kernels.experts import early, early_fused, tiered, tiers
 from pallas_kernels.experts import fused as experts
 from pallas_kernels.experts import specs as expert_specs
 from pallas_kernels.head import fused as head
@@ -50,6 +50,30 @@ def test_experts(name):
         lambda *a: experts.down(
             *a, chosen=spec.chosen, round_block=spec.block, scale_block=spec.block, dtype=dtype
         ),
+        spec.hidden(), *arguments,
+        most=REGISTERS_OF_WALKING if experts.walking_tile(spec.width, spec.channels) else REGISTERS_OF_FOUR_WARPS,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["v4-flash", "v4.1-flash"])
+def test_experts_in_two_memories(name):
+    spec, hot, slots = expert_specs.SPECS[name], 200, 8
+    dtype, words = jnp.dtype(spec.dtype), tiers.record_words(spec.routed())
+    cold = jax.ShapeDtypeStruct((spec.experts - hot, words), jnp.int32)
+    records = jax.ShapeDtypeStruct((slots, words), jnp.int32)
+    table = jax.ShapeDtypeStruct((1, spec.experts, 2), jnp.int32)
+    layer, kept = jax.ShapeDtypeStruct((), jnp.int32), jax.eval_shape(lambda: tiers.empty(1, slots, words))
+    places = jax.ShapeDtypeStruct(tiers.places_shape(spec.entries), jnp.int32)
+    arguments = tiers.TieredExperts(spec.routed(hot), cold), spec.shared(), spec.routes(), places, records
+    x = jax.ShapeDtypeStruct((8, spec.width), jnp.float16)
+    options = dict(scale_block=spec.block, dtype=dtype)
+    _check(tiered.place, layer, table, spec.routes(), kept, most=REGISTERS_OF_ONE_LAUNCH)
+    _check(
+        lambda *a: tiered.gate_up(*a, limit=spec.limit, **options), x, *arguments,
+        most=REGISTERS_OF_EIGHT_WARPS,
+    )  # fmt: skip
+    _check(
+        lambda *a: tiered.down(*a, chosen=spec.chosen, round_block=spec.block, **options),
         spec.hidden(), *arguments,
         most=REGISTERS_OF_WALKING if experts.walking_tile(spec.width, spec.channels) else REGISTERS_OF_FOUR_WARPS,
     )  # fmt: skip

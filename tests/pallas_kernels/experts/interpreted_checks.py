@@ -133,13 +133,6 @@ def test_programs_that_walk_over_tiles(programs, live, rounded):
     assert np.array_equal(found.view(np.uint16), expected.view(np.uint16))
 
 
-def test_both_forms_of_down_have_as_many_warps():
-    """So that experts in two memories, which have the other form, come out with the same bits."""
-    assert fused.down_tile(128, 1024)["warps"] == 4
-    with tuning.trying("experts", "walking down 128x1024", {"programs": 3, "warps": 8}):
-        assert fused.down_tile(128, 1024)["warps"] == 8
-
-
 def test_programs_that_walk_over_no_tiles():
     """No expert listed: only the shared one is computed."""
     routed, shared = expert_cases.packed(WALKED, 0)

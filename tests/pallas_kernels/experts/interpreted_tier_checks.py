@@ -8,7 +8,8 @@ import ptx_emulator
 import pytest
 import tier_cases
 
-from pallas_kernels.experts import early, early_fused, tiered, tiers
+from pallas_kernels import tuning
+from pallas_kernels.experts import bench, early, early_fused, fused, reference, tiered, tiers
 from pallas_kernels.experts.specs import DEMO, TWIN, ExpertSpec
 
 ptx_emulator.teach_interpreter()
@@ -39,6 +40,90 @@ def test_shapes(name):
     spec, poison = SHAPES[name]
     rows = [tuple(range(4))[-spec.chosen :], tuple(range(4))[: spec.chosen]]
     tier_cases.check_steps(tier_cases.fused_body(), spec, (1,), 2, [rows, rows[:1]], poison)
+
+
+WALKED = ExpertSpec(64, 512, 8, 2, 128, dtype="float32")  # two tiles an expert
+WALKS = (
+    {"programs": 5, "fetchers": 2},  # programs that begin and end inside experts
+    {"programs": 2, "fetchers": 1},  # one has all missed experts, one all others
+    {"programs": 60, "fetchers": 29},  # more programs than tiles: some have none
+)
+# Name: (hot experts, spare slots, steps), as in tier_cases.
+WALKED_CASES = {
+    name: tier_cases.CASES[name]
+    for name in (
+        "all hot",
+        "all cold",
+        "more misses than slots",
+        "one row",
+        "no rows",
+        "an expert twice in a row",
+    )
+} | {
+    "all missed, few kept": ((), 1, [[(row, 7 - row) for row in range(4)] * 2]),
+    "hot, kept and missed": (tier_cases.HOT, 3, [[(0, 1), (4, 2)], [(1, 0), (5, 3), (4, 7)]]),
+}
+
+
+@pytest.mark.parametrize("name", WALKED_CASES)
+def test_programs_that_walk_over_tiles(name):
+    """Down by few programs leaves what down by one program a tile leaves, wherever experts lie."""
+    hot, slots, steps = WALKED_CASES[name]
+    here = tier_cases.world(WALKED, hot)
+    kept = tier_cases.start(here, slots, poison=True)
+    options = dict(
+        chosen=WALKED.chosen, round_block=WALKED.block, scale_block=WALKED.block, dtype=jnp.float32
+    )
+    for number, rows in enumerate(steps):
+        listed = tier_cases.routes(WALKED, rows)
+        places, kept = tiered.place(jnp.int32(tier_cases.LAYER), here.table, listed, kept)
+        used = jnp.concatenate([jnp.ones((1, 8), bool), listed.slot >= 0])[..., None]
+        hidden = reference.Hidden(*(jnp.where(used, a, jnp.nan) for a in bench.random_hidden(WALKED, number)))
+        arguments = hidden, here.experts, here.shared, listed, places, kept.records[tier_cases.LAYER]
+        expected = tiered.down(*arguments, **options)
+        for walk in WALKS:
+            with _walking(walk):
+                found = tiered.down(*arguments, **options)
+                resident = fused.down(hidden, here.routed, here.shared, listed, **options)
+            for one, other in zip((*found, resident), (*expected, expected[0]), strict=True):
+                np.testing.assert_array_equal(_bits(one), _bits(other), err_msg=f"{walk}, step {number}")
+        kept = kept.with_records(tier_cases.LAYER, expected[1])
+
+
+def test_experts_in_two_memories_have_the_bits_of_experts_on_the_device():
+    """Where tiles have other warps in the form of one program a tile."""
+    spec = dataclasses.replace(WALKED, channels=1024)
+    here, listed = tier_cases.world(spec, tier_cases.HOT), tier_cases.routes(spec, [(0, 1), (5, 3), (4, 7)])
+    kept = tier_cases.start(here, 2, poison=True)
+    places, kept = tiered.place(jnp.int32(tier_cases.LAYER), here.table, listed, kept)
+    hidden, options = bench.random_hidden(spec, 0), dict(chosen=spec.chosen, round_block=128, scale_block=128)
+    with _walking({"programs": 5, "fetchers": 2, "warps": 8}, spec):
+        expected = fused.down(hidden, here.routed, here.shared, listed, **options)
+        records = kept.records[tier_cases.LAYER]
+        found, _ = tiered.down(hidden, here.experts, here.shared, listed, places, records, **options)
+    np.testing.assert_array_equal(np.asarray(found).view(np.int16), np.asarray(expected).view(np.int16))
+
+
+def _walking(walk: dict, spec: ExpertSpec = WALKED):
+    choice = {"warps": 4, "shared": 2, **walk}
+    return tuning.trying("experts", f"walking down {spec.width}x{spec.channels}", choice)
+
+
+def _bits(array) -> np.ndarray:
+    return np.asarray(array).view(np.int32)
+
+
+@pytest.mark.parametrize("fetchers", [0, 3])
+def test_some_programs_fetch_but_not_all(fetchers):
+    here = tier_cases.world(WALKED, (0, 1))
+    kept, listed = tier_cases.start(here, 2, poison=True), tier_cases.routes(WALKED, [(0, 1)])
+    places, kept = tiered.place(jnp.int32(tier_cases.LAYER), here.table, listed, kept)
+    arguments = bench.random_hidden(WALKED, 0), here.experts, here.shared, listed, places, kept.records[0]
+    with (
+        _walking({"programs": 3, "fetchers": fetchers}),
+        pytest.raises(ValueError, match="of 3 programs fetch"),
+    ):
+        tiered.down(*arguments, chosen=2, round_block=128, scale_block=128)
 
 
 def test_records_of_several_pieces_are_fetched_by_few_programs():
