@@ -186,7 +186,11 @@ def fp8_round_trip(x, BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
 def fp4_index_round_trip(x, BLOCK: tl.constexpr, M: tl.constexpr, N: tl.constexpr):
     """`formats.fp4_index_round_trip` of every BLOCK columns."""
     blocks, largest = blocks_and_largest(x, INDEX_FLOOR, BLOCK, M, N)
-    scale, inverse = power_of_two_at_least(tl.div_rn(largest, tl.full(largest.shape, E2M1_MAX, tl.float32)))
+    # The smallest power of two not below largest / 6, which is 2^(e - 2) up to largest = 1.5 * 2^e; the rounding of
+    # the quotient changes nothing, for the next number above that is too large by more than half a last bit.
+    bits = ((largest.to(tl.int32, bitcast=True) + 0x3FFFFF) & 0x7F800000) - 0x1000000
+    scale = bits.to(tl.float32, bitcast=True)
+    inverse = (0x7F000000 - bits).to(tl.float32, bitcast=True)
     return tl.reshape(round_e2m1(blocks * inverse) * scale, (M, N))
 
 
