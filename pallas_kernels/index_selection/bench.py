@@ -16,6 +16,7 @@ from pallas_kernels.rows import Columns, turn_table
 ROWS, SPLITS, BESIDE, CALLS = 8, 4, 64, 6
 # One step away from what is recorded.
 TILES = ({"keys": 64}, {"keys": 256}, {"programs": 64}, {"warps": 4}, {"stages": 2})
+SHORT_TILES = ({"columns": 128}, {"keys": 64, "warps": 4}, {"keys": 64})
 FREQUENCIES = 160000.0 ** -(np.arange(0, 64, 2) / 64)
 # Of the chosen entries, one in a hundred may be another whose score is nearly equal.
 CHOICE, SCORES = 0.1, 1e-3
@@ -37,6 +38,7 @@ class Kind:
 KINDS = (
     Kind("v4-flash index at 65,000", specs.V4_FLASH, 65000),
     Kind("v4-flash index at 8,000", specs.V4_FLASH, 8000),
+    Kind("v4-flash index at 2,080", specs.V4_FLASH, 2080),
     Kind("v4.1-flash index of ratio 2 at 65,000", specs.V41_RATIO_2, 65000),
     Kind("v4.1-flash index source at 65,000", specs.V41_SOURCE, 65000),
     Kind("v4.1-flash index member at 65,000", specs.V41_MEMBER, 65000),
@@ -73,6 +75,7 @@ def _case(kind: Kind) -> OperationCase:
     spec, columns = kind.spec, kind.spec.heads * kind.spec.width
     entries = kind.length // spec.ratio + ROWS
     blocks = -(-entries // spec.block)
+    choices = {"short scores": SHORT_TILES} if entries <= 1024 else {"scores": TILES}
 
     def operands(calls):
         keys = [normal(100 + i, entries, spec.width, dtype=spec.type) for i in range(calls)]
@@ -118,7 +121,7 @@ def _case(kind: Kind) -> OperationCase:
         definition,
         TOLERANCES,
         interpreted=bool(spec.type == jnp.float32),
-        choices={} if kind.name.startswith("demo") else {"scores": TILES},
+        choices={} if kind.name.startswith("demo") else choices,
     )  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from pallas_kernels.index_selection.specs import IndexSpec
 from pallas_kernels.rows import Columns
 
 NARROW_WIDTH = 64
+SHORT = 1 << 10  # slots of a row up to which one warp chooses, which waits for no other
 LONG = 1 << 13  # blocks of a row from which more threads share them
 MOST_BLOCKS = 1 << 14  # a row's blocks are held in registers, and two counts share one integer
 
@@ -48,10 +49,13 @@ def choose(
     warps" that for the choice."""
     rows, member, source = q.rows, spec.role == "member", spec.role == "source"
     recorded = tuning.tiles("index_selection")
-    tile = tile or recorded["scores" if spec.width > NARROW_WIDTH else "narrow"]
-    together = rows_together(rows, spec, tile["columns"])
     blocks = spec.kept if member else -(-keys.shape[0] // spec.block)
-    warps = recorded["long selection" if blocks > LONG else "selection"]["warps"]
+    short = blocks * spec.block <= SHORT
+    wide = "short scores" if short else "scores"
+    tile = tile or recorded[wide if spec.width > NARROW_WIDTH else "narrow"]
+    together = rows_together(rows, spec, tile["columns"])
+    size = "short selection" if short else "long selection" if blocks > LONG else "selection"
+    warps = recorded[size]["warps"]
     if blocks > MOST_BLOCKS:
         raise ValueError(
             f"{keys.shape[0]} entries in blocks of {spec.block}, expected at most {MOST_BLOCKS} blocks; "
@@ -89,6 +93,8 @@ def choose(
         PARTS=triton.next_power_of_2(weights.layout[0]),
         ROWS=together,
         TILE=tile["keys"],
+        ENTRIES=keys.shape[0],
+        PEAKS=source or blocks > spec.topk,
         **common,
     )
     published = (rows, spec.kept) if source else (1, 1)

@@ -92,6 +92,15 @@ def test_negative_scores_and_many_values():
     check(case(dataclasses.replace(WHOLE, ratio=1), 128, 110, 8, largest=40))
 
 
+@pytest.mark.parametrize("seen", [15, 16, 17, 18, 40, 60])
+@pytest.mark.parametrize("largest", [0, 1, 40])
+def test_every_program_has_one_tile_and_blocks_need_no_search(seen, largest):
+    """Fewer entries than are chosen, as many, one more and many more; equal scores, ties, and many values."""
+    operands = case(dataclasses.replace(WHOLE, ratio=1, topk=16), 64, seen - 1, 4, largest=largest, rows=4)
+    found, _ = fused.choose(*operands, None, {**TILE, "programs": 16})
+    same(found, REFERENCE(*operands, None)[0])
+
+
 @pytest.mark.parametrize("ratio,topk", [(4, 6), (1, 16)])
 def test_ratio_and_choice_size(ratio, topk):
     check(case(dataclasses.replace(WHOLE, ratio=ratio, topk=topk), 64, 50, 8, seed=3))
@@ -147,7 +156,7 @@ def test_largest_and_smallest_values_are_ordered():
     def choose(values_ptr, chosen_ptr, place_ptr, COUNT: tl.constexpr, M: tl.constexpr):
         number = tl.arange(0, M)
         ordered = kernels.in_order(tl.load(values_ptr + number), number < M)
-        edge, room = kernels.edge_of(ordered, tl.full((), 0, tl.uint32), COUNT)
+        edge, room = kernels.edge_of(ordered, tl.full((), 0, tl.uint32), M, COUNT)
         chosen, place, _ = kernels.chosen_places(ordered, number < 0, edge, room, 0)
         tl.store(chosen_ptr + number, chosen.to(tl.int32))
         tl.store(place_ptr + number, place)
