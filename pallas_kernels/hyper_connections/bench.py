@@ -8,12 +8,13 @@ import jax.numpy as jnp
 
 from pallas_kernels import bench_case, tiles
 from pallas_kernels.bench_case import EXACT, HALVES, ROUNDED, SUMS, OperationCase, normal
-from pallas_kernels.hyper_connections import reference
+from pallas_kernels.hyper_connections import balancing, reference
 from pallas_kernels.hyper_connections.reference import Output, Projection
 from pallas_kernels.hyper_connections.specs import SPECS, BoundarySpec
 
 CALLS = 24
 LIVE = 6
+TOKENS = 512  # balanced at once: a crop of training text
 PARTS, EXPERTS = 8, 7  # parts of a split product; outputs of a row's experts, the shared one's included
 VOCABULARY = 1000
 TOLERANCES = {
@@ -103,8 +104,41 @@ def named(made: reference.Boundary) -> bench_case.Outputs:
 
 
 def cases() -> tuple[OperationCase, ...]:
-    """Boundaries behind split products and experts, behind the last layer, and in front of the first."""
-    return tuple(_case(model, SPECS[model], kind) for model in bench_case.MODELS for kind in KINDS)
+    """Boundaries behind split products and experts, behind the last layer, and in front of the first; balancing."""
+    boundaries = (_case(model, SPECS[model], kind) for model in bench_case.MODELS for kind in KINDS)
+    return (*boundaries, _balancing("demo"))
+
+
+def _balancing(model: str) -> OperationCase:
+    """What training does with the mixing matrices of a crop: balances them, and takes the gradient back."""
+    spec = SPECS[model]
+    shape = TOKENS, spec.streams, spec.streams
+
+    def operands(calls):
+        positive = jax.nn.softmax(normal(0, *shape)) + spec.mix_eps
+        return positive, [normal(10 + i, *shape) for i in range(calls)]
+
+    def chained(forwards, backwards):
+        def both(matrices, slope):
+            balanced, factors = forwards(matrices, spec.iterations, spec.mix_eps)
+            gradient = backwards(balanced, factors, slope)
+            return {"balanced": balanced, "factors": factors, "gradient": gradient}
+
+        return both
+
+    launched = chained(balancing.forward_launch, balancing.backward_launch)
+    definition = chained(balancing.forward_reference, balancing.backward_reference)
+
+    def fused(matrices, slope):
+        made = launched(matrices, slope)
+        return made, jax.nn.softmax(made["gradient"]) + spec.mix_eps
+
+    # Backwards, every half step divides by what the one forwards multiplied with.
+    bounds = {"balanced": SUMS, "factors": SUMS, "gradient": 1e-4}
+    return OperationCase(
+        "hyper_connections", f"{model} balancing with its gradient", ("balance", "balance_gradient"),
+        3 * 4 * TOKENS * spec.streams**2, CALLS, operands, fused, definition, bounds, interpreted=True,
+    )  # fmt: skip
 
 
 def _case(model: str, spec: BoundarySpec, kind: Kind) -> OperationCase:

@@ -104,10 +104,10 @@ def test_turns_rewinding_and_the_end_of_the_context(engines):
         run(sessions[0], [5], 1, k=0)
 
 
-@pytest.mark.parametrize("engines", ["v4"], indirect=True)
+@pytest.mark.parametrize("engines", ["v41"], indirect=True)
 def test_a_bad_weight_is_named_with_fused_programs_too(engines):
     fused = engines[0]
-    broken = _with_nan(small_toy("v4"), ("backbone", "layers", 0, "attn", "wkv", "weight"))
+    broken = _with_nan(small_toy("v41"), ("backbone", "layers", 0, "attn", "wkv", "weight"))
     engine = dataclasses.replace(fused, params=pack_model(broken))
     with pytest.raises(V4FlashError, match=r"at token 0, .*layer 0, tensor layers\.0\.attn\.wkv\.weight"):
         run(engine.session(), prompt(9), 4, k=3)

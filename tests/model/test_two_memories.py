@@ -35,7 +35,7 @@ class InTurn(ReferenceBodies):
         return jnp.zeros_like(named).at[:, :2].set(1 + jnp.stack([length % 8, (length + 3) % 8])), kept
 
 
-@pytest.mark.parametrize("family", ["v4", "v41"])
+@pytest.mark.parametrize("family", [pytest.param("v4", marks=pytest.mark.slow), "v41"])
 def test_cold_experts_change_no_bit_and_moving_one_compiles_nothing(family):
     toy = small_toy(family)
     config, numerics, resident = toy.config, toy.numerics, pack_model(toy.model)

@@ -52,15 +52,11 @@ WALKS = (
 WALKED_CASES = {
     name: tier_cases.CASES[name]
     for name in (
-        "all hot",
         "all cold",
         "more misses than slots",
-        "one row",
         "no rows",
-        "an expert twice in a row",
     )
 } | {
-    "all missed, few kept": ((), 1, [[(row, 7 - row) for row in range(4)] * 2]),
     "hot, kept and missed": (tier_cases.HOT, 3, [[(0, 1), (4, 2)], [(1, 0), (5, 3), (4, 7)]]),
 }
 
@@ -84,9 +80,11 @@ def test_programs_that_walk_over_tiles(name):
         for walk in WALKS:
             with _walking(walk):
                 found = tiered.down(*arguments, **options)
-                resident = fused.down(hidden, here.routed, here.shared, listed, **options)
-            for one, other in zip((*found, resident), (*expected, expected[0]), strict=True):
+            for one, other in zip(found, expected, strict=True):
                 np.testing.assert_array_equal(_bits(one), _bits(other), err_msg=f"{walk}, step {number}")
+        with _walking(WALKS[0]):
+            resident = fused.down(hidden, here.routed, here.shared, listed, **options)
+        np.testing.assert_array_equal(_bits(resident), _bits(expected[0]), err_msg=f"step {number}")
         kept = kept.with_records(tier_cases.LAYER, expected[1])
 
 
