@@ -116,7 +116,7 @@ def _tile(
 
 
 @triton.jit
-def routed_sums(
+def _routed_sums(
     words_ptr, scales_ptr, cold_ptr, records_ptr, place, source, tile, rows_ptr, peaks_ptr, row_blocks,
     BLOCKS: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr, SPARSE: tl.constexpr, FENCED: tl.constexpr,
     KEPT_FENCED: tl.constexpr, WARPS: tl.constexpr, RECORD: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
@@ -205,7 +205,7 @@ def gate_up_tiered(
             shared_words_ptr, shared_scales_ptr, tile, rows_ptr, rows_ptr, BLOCKS, SCALED, 0, WARPS
         )
     else:
-        sums = routed_sums(
+        sums = _routed_sums(
             words_ptr, scales_ptr, cold_ptr, records_ptr, place, source, tile, rows_ptr, rows_ptr, 4,
             BLOCKS, TILES, 0, False, FENCED, True, WARPS, RECORD, WORDS, SCALES,
         )  # fmt: skip
@@ -224,6 +224,25 @@ def gate_up_tiered(
         ROUND,
         WARPS,
     )
+
+
+@triton.jit
+def routed_down(
+    hidden_ptr, peaks_ptr, words_ptr, scales_ptr, cold_ptr, slot_ptr, records_ptr, place, source, entry, tile,
+    BLOCKS: tl.constexpr, TILES: tl.constexpr, ROUND: tl.constexpr, FENCED: tl.constexpr, WARPS: tl.constexpr,
+    RECORD: tl.constexpr, WORDS: tl.constexpr, SCALES: tl.constexpr,
+):  # fmt: skip
+    """`_routed_sums` of down: the rows are the entry's, and only those that chose its expert are read."""
+    warp, g, q = lanes.position(WARPS)
+    used = tl.where(tl.load(slot_ptr + entry * 8 + g) >= 0, 4, 0)
+    rows_ptr, peaks_ptr = (
+        hidden_ptr + (entry + 1) * (8 * 32 * BLOCKS),
+        peaks_ptr + (entry + 1) * (8 * 4 * BLOCKS),
+    )
+    return _routed_sums(
+        words_ptr, scales_ptr, cold_ptr, records_ptr, place, source, tile, rows_ptr, peaks_ptr, used,
+        BLOCKS, TILES, ROUND, True, FENCED, False, WARPS, RECORD, WORDS, SCALES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -258,17 +277,14 @@ def down_tiered(
         return
     entry = tl.load(place) - 1
     where = lanes.places(WARPS)
-    rows_ptr = hidden_ptr + (entry + 1) * (8 * 32 * BLOCKS)
-    peaks_ptr += (entry + 1) * (8 * 4 * BLOCKS)
-    warp, g, q = lanes.position(WARPS)
     if source == SHARED:
+        # Its rows come first.
         sums = shared_sums(
-            shared_words_ptr, shared_scales_ptr, tile, rows_ptr, peaks_ptr, BLOCKS, SCALED, ROUND, WARPS
+            shared_words_ptr, shared_scales_ptr, tile, hidden_ptr, peaks_ptr, BLOCKS, SCALED, ROUND, WARPS
         )
     else:
-        used = tl.where(tl.load(slot_ptr + entry * 8 + g) >= 0, 4, 0)
-        sums = routed_sums(
-            words_ptr, scales_ptr, cold_ptr, records_ptr, place, source, tile, rows_ptr, peaks_ptr, used,
-            BLOCKS, TILES, ROUND, True, FENCED, False, WARPS, RECORD, WORDS, SCALES,
+        sums = routed_down(
+            hidden_ptr, peaks_ptr, words_ptr, scales_ptr, cold_ptr, slot_ptr, records_ptr, place, source, entry, tile,
+            BLOCKS, TILES, ROUND, FENCED, WARPS, RECORD, WORDS, SCALES,
         )  # fmt: skip
     store_partial(sums, where, entry, tile, slot_ptr, partial_ptr, TILES, CHOSEN, WARPS)

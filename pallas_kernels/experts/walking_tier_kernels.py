@@ -12,7 +12,7 @@ import triton.language as tl
 
 from pallas_kernels.device_tiles import loop_bound
 from pallas_kernels.experts.kernels import store_partial, store_partial_at
-from pallas_kernels.experts.tier_kernels import COLUMNS, HOT, routed_sums
+from pallas_kernels.experts.tier_kernels import COLUMNS, HOT, routed_down
 from pallas_kernels.experts.walking_kernels import entry_rows, shared_tiles
 from pallas_kernels.register_mma import fp4, lanes
 
@@ -63,15 +63,12 @@ def _missed_tiles(
 ):  # fmt: skip
     """Every FETCHERS-th tile of the missed experts."""
     where = lanes.places(WARPS)
-    warp, g, q = lanes.position(WARPS)
     for number in range(loop_bound(tl.program_id(0)), loop_bound(missed * TILES), FETCHERS):
         place, tile = places_ptr + number // TILES * COLUMNS, number % TILES
         entry, source = tl.load(place) - 1, tl.load(place + 1)
-        used = tl.where(tl.load(slot_ptr + entry * 8 + g) >= 0, 4, 0)
-        sums = routed_sums(
-            words_ptr, scales_ptr, cold_ptr, records_ptr, place, source, tile,
-            hidden_ptr + (entry + 1) * (8 * 32 * BLOCKS), peaks_ptr + (entry + 1) * (8 * 4 * BLOCKS), used,
-            BLOCKS, TILES, ROUND, True, FENCED, False, WARPS, RECORD, WORDS, SCALES,
+        sums = routed_down(
+            hidden_ptr, peaks_ptr, words_ptr, scales_ptr, cold_ptr, slot_ptr, records_ptr, place, source, entry, tile,
+            BLOCKS, TILES, ROUND, FENCED, WARPS, RECORD, WORDS, SCALES,
         )  # fmt: skip
         store_partial(sums, where, entry, tile, slot_ptr, partial_ptr, TILES, CHOSEN, WARPS)
         tl.debug_barrier()  # the shared memory of sums is used again

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
+from pallas_kernels.hyper_connections.balancing import balanced
 from pallas_kernels.hyper_connections.specs import BoundarySpec
 
 
@@ -133,14 +134,7 @@ def sublayer_coefficients(projection: Projection, streams: jax.Array, spec: Boun
     pre = jax.nn.sigmoid(raw[:, :s] * scale[0] + base[:s]) + eps
     post = 2 * jax.nn.sigmoid(raw[:, s : 2 * s] * scale[1] + base[s : 2 * s])
     comb = (raw[:, 2 * s :] * scale[2] + base[2 * s :]).reshape(-1, s, s)
-    comb = jax.nn.softmax(comb, axis=2) + eps
-    comb = comb / (jnp.sum(comb, axis=1, keepdims=True) + eps)
-
-    def normalise(_, c):
-        c = c / (jnp.sum(c, axis=2, keepdims=True) + eps)
-        return c / (jnp.sum(c, axis=1, keepdims=True) + eps)
-
-    comb = jax.lax.fori_loop(0, spec.iterations - 1, normalise, comb)
+    comb = balanced(jax.nn.softmax(comb, axis=2) + eps, spec.iterations, eps)
     return jnp.concatenate([pre, post, comb.reshape(comb.shape[0], -1)], axis=1)
 
 
